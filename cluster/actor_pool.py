@@ -1,11 +1,8 @@
 """A crash-tolerant pool of Ray actors that pull chunks of work.
 
 Every chunk is delivered to ``on_result`` exactly once, whatever dies or hangs in between: a chunk
-of a dead actor is queued again, a chunk that takes much longer than the others is also given to an
-idle actor, and the first answer wins. Chunks must therefore be pure functions of their payload.
-
-One call carries as many short chunks as an actor does in a tenth of a second, for a driver to keep
-up with a million; an actor that is slower than it was gives the rest back.
+of an actor that died, or that says nothing for much longer than others, is queued again. Chunks
+must therefore be pure functions of their payload.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 import heapq
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +18,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from dpdist.cluster.work import Chunk, PoolSettings, in_order
+from dpdist.cluster.work import Chunk, ChunkJob, in_order
 from dpdist.core.errors import ClusterError, InvalidResultsError
 
 # --- the actor and its calls ------------------------------------------------------------------
@@ -37,24 +34,8 @@ class PoolActor:
         self._worker = self._factory(self._shared)
         return True
 
-    def run(self, payloads: list[Any], seconds: float) -> tuple[list[Any], float]:
-        """Results of the first payloads, as many as fit in ``seconds`` but one at least, and how
-        long they took. An error is raised by the call in which its payload comes first; that all
-        results are invalid, at once."""
-        results: list[Any] = []
-        begun = time.perf_counter()
-        for payload in payloads:
-            try:
-                results.append(self._worker(payload))
-            except InvalidResultsError:
-                raise
-            except Exception:
-                if not results:
-                    raise
-                break
-            if time.perf_counter() - begun > seconds:
-                break
-        return results, time.perf_counter() - begun
+    def run(self, payload: Any) -> Any:
+        return self._worker(payload)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,35 +70,21 @@ _GROW_EVERY = 2.0  # seconds between looks at the size of the cluster
 _STALL_EVERY = 1.0  # seconds between looks for stalled actors
 _PAUSE = 20.0  # seconds between looks after which this process was stopped, or asleep
 _READ_AHEAD_CHUNKS = 64  # chunks taken from the caller before they are needed, at least
-_CALL_SECONDS = 0.1  # how long a call should take
-_CALLS_PER_SECOND = 500  # of all actors: one driver handles a few thousand, at most
-_MAX_CHUNKS_PER_CALL = 64  # chunks
 _DRAIN_SECONDS = 2.0  # for calls under way when the caller is interrupted
 
 
-def run_chunks(
-    factory: Callable[..., Callable[[Any], Any]],
-    shared: Any,
-    chunks: Iterable[Chunk],
-    on_result: Callable[[str, Any], None],
-    settings: PoolSettings | None = None,
-    is_session_lost: Callable[[], bool] = lambda: False,
-) -> None:
-    """Run every chunk on actors; ``on_result(key, result)`` is called here, once per chunk.
+def run_chunks(job: ChunkJob, is_session_lost: Callable[[], bool] = lambda: False) -> None:
+    """Run every chunk on actors.
 
-    factory: called once in each actor as factory(shared); returns the function applied to payloads.
-    shared: put into Ray's object store once.
-    chunks: a sequence is worked off by priority; any other iterable in its own order, and it is
-    read only a little ahead, so that a million chunks need no memory.
     is_session_lost: whether Ray's calls would not return, so that none is made on leaving.
 
     Ray must be initialized. Raises ClusterError when no actor can start, actors keep dying, or a
-    chunk keeps failing; what ``factory`` or a chunk raised is given back after the retries, an
+    chunk keeps failing; what a worker raised is given back after the retries, an
     InvalidResultsError at once. After Ctrl-C and a ClusterError the results of calls that end
     within two seconds are still delivered; the one that Ctrl-C struck in may then be delivered
     twice.
     """
-    pool = _Pool(factory, shared, chunks, on_result, settings or PoolSettings())
+    pool = _Pool(job)
     try:
         pool.run()
     except (KeyboardInterrupt, ClusterError):
@@ -130,48 +97,28 @@ def run_chunks(
 
 
 @dataclass(eq=False)
+class _PendingChunk:
+    chunk: Chunk
+    order: int
+    attempts: int = 0
+
+
+@dataclass(eq=False)
 class _Slot:
     actor: Any
     ready_ref: Any
     is_ready: bool = False
     last_result_time: float = 0.0
-    max_chunks: int = 1  # chunks of its next call, at most
-    call_refs: list[Any] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class _PendingChunk:
-    chunk: Chunk
-    order: int
-    attempts: int = 0
-    calls_in_flight: int = 0  # calls in flight
-    run_alone: bool = False  # it was in a call that failed: the next failure is its own
-
-
-@dataclass
-class _Call:
-    slot: _Slot
-    chunks: list[Chunk]
-    start_time: float
+    calls: dict[Any, _PendingChunk] = field(default_factory=dict)  # the first is worked on
 
 
 class _Pool:
-    def __init__(
-        self,
-        factory: Callable[..., Callable[[Any], Any]],
-        shared: Any,
-        chunks: Iterable[Chunk],
-        on_result: Callable[[str, Any], None],
-        settings: PoolSettings,
-    ) -> None:
-        self.settings = settings
-        self.on_result = on_result
-        self.source = in_order(chunks)
-        self.exhausted = False
+    def __init__(self, job: ChunkJob) -> None:
+        self.job, self.settings = job, job.settings
+        self.source = in_order(job.chunks)
         self.chunks_read = 0
-        self.pending: dict[str, _PendingChunk] = {}  # taken from the source, no result yet
-        self.queue: list[tuple[float, int, str]] = []
-        self.calls: dict[Any, _Call] = {}
+        self.pending: set[str] = set()  # taken from the source, no result yet
+        self.queue: list[tuple[float, int, _PendingChunk]] = []
         self.slots: list[_Slot] = []
         self.durations: list[float] = []
         self.deaths_without_result = 0
@@ -181,58 +128,57 @@ class _Pool:
         self._read_ahead()
         if not self.pending:
             return
-        self.factory = factory
-        self.shared = ray.put(shared)
+        self.shared = ray.put(job.shared)
         self.actor_class: Any = ray.remote(PoolActor)
 
     def run(self) -> None:
         while self.pending:
             self._start_actors()
             self._assign_calls()
-            waiting = [*self.calls, *(slot.ready_ref for slot in self.slots if not slot.is_ready)]
+            calls = {ref: slot for slot in self.slots for ref in slot.calls}
+            waiting = [*calls, *(slot.ready_ref for slot in self.slots if not slot.is_ready)]
             if not waiting:
                 time.sleep(self.settings.poll_seconds)
                 continue
             done, _ = ray.wait(waiting, num_returns=1, timeout=self.settings.poll_seconds)
             if done:
                 done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)  # what else came
-            values = fetch_results([ref for ref in done if ref in self.calls])
+            answers = fetch_results([ref for ref in done if ref in calls])
             for ref in done:
-                self._handle_done(ref, values)
+                if ref in calls:
+                    self._handle_answer(calls[ref], ref, answers[ref])
+                else:
+                    self._handle_ready(ref)
             self._replace_stalled()
             self._read_ahead()
 
     def _read_ahead(self) -> None:
         """Keep the queue long enough for every actor, and no longer."""
-        calls = max(self.max_actors, sum(slot.max_chunks for slot in self.slots))
-        ahead = max(_READ_AHEAD_CHUNKS, 2 * self.settings.calls_per_actor * calls)
-        while not self.exhausted and len(self.queue) < ahead:
-            chunk = next(self.source, None)
-            if chunk is None:
-                self.exhausted = True
-                return
+        ahead = max(_READ_AHEAD_CHUNKS, 2 * self.settings.calls_per_actor * self.max_actors)
+        while len(self.queue) < ahead and (chunk := next(self.source, None)) is not None:
             if chunk.key in self.pending:
                 raise ClusterError(f"two chunks are called {chunk.key!r}")
-            self.pending[chunk.key] = _PendingChunk(chunk, self.chunks_read)
-            heapq.heappush(self.queue, (chunk.priority, self.chunks_read, chunk.key))
+            self.pending.add(chunk.key)
+            self._enqueue(_PendingChunk(chunk, self.chunks_read))
             self.chunks_read += 1
+
+    def _enqueue(self, pending: _PendingChunk) -> None:
+        heapq.heappush(self.queue, (pending.chunk.priority, pending.order, pending))
 
     def deliver_finished(self) -> None:
         """Deliver what calls under way return within `_DRAIN_SECONDS`, before leaving."""
-        refs = list(self.calls)
-        if not refs:
+        calls = {ref: pending for slot in self.slots for ref, pending in slot.calls.items()}
+        if not calls:
             return
         with suppress(RayError):  # a lost session: what ended it is what is to be said
-            done, _ = ray.wait(refs, num_returns=len(refs), timeout=_DRAIN_SECONDS)
+            done, _ = ray.wait([*calls], num_returns=len(calls), timeout=_DRAIN_SECONDS)
             for ref, answer in fetch_results(done).items():
                 if not isinstance(answer, CallFailure):
-                    self._deliver(self.calls[ref], answer[0])
+                    self._deliver(calls[ref], answer)
 
-    def _deliver(self, call: _Call, results: list[Any]) -> None:
-        for chunk, result in zip(call.chunks, results, strict=False):
-            if chunk.key in self.pending:
-                self.on_result(chunk.key, result)
-                del self.pending[chunk.key]  # only now: Ctrl-C before must not lose it
+    def _deliver(self, pending: _PendingChunk, result: Any) -> None:
+        self.job.on_result(pending.chunk.key, result)
+        self.pending.discard(pending.chunk.key)
 
     def stop(self) -> None:
         for slot in self.slots:
@@ -259,7 +205,7 @@ class _Pool:
         for _ in range(min(self.max_actors, len(self.pending)) - len(self.slots)):
             actor = self.actor_class.options(
                 num_cpus=self.settings.num_cpus, num_gpus=self.settings.num_gpus
-            ).remote(self.factory, self.shared)
+            ).remote(self.job.make_worker, self.shared)
             self.slots.append(_Slot(actor, actor.ready.remote()))
         never = not self.durations and not any(slot.is_ready for slot in self.slots)
         if never and now - self.start_time > self.settings.start_timeout:
@@ -270,103 +216,36 @@ class _Pool:
             )
 
     def _assign_calls(self) -> None:
-        late: list[Chunk] | None = None
         starting = sum(not slot.is_ready for slot in self.slots)
         # One each, then the next: no actor hoards chunks while another is idle or yet to start.
         for depth in range(1, self.settings.calls_per_actor + 1):
             for slot in self.slots:
-                while slot.is_ready and len(slot.call_refs) < depth:
-                    if depth > 1 and len(self.queue) <= starting:
-                        break
-                    chunks = self._next_call(slot)
-                    if not chunks:
-                        late = self._late_chunks() if late is None else late
-                        if slot.call_refs or not late:
-                            break
-                        chunks = [late.pop()]  # never from the slot itself: it has no calls
-                    self._send(slot, chunks)
+                kept = 0 if depth == 1 else starting
+                if slot.is_ready and len(slot.calls) < depth and len(self.queue) > kept:
+                    self._send(slot, heapq.heappop(self.queue)[2])
 
-    def _next_call(self, slot: _Slot) -> list[Chunk]:
-        """Chunks for one call, none when the queue is empty. Near the end calls are small, so that
-        all actors finish together."""
-        share = -(-len(self.queue) // (2 * self.settings.calls_per_actor * len(self.slots)))
-        size = max(1, min(slot.max_chunks, share))
-        chunks: list[Chunk] = []
-        while len(chunks) < size and (step_plan := self._next_pending()) is not None:
-            if step_plan.run_alone and chunks:
-                self._requeue(step_plan.chunk.key)
-                break
-            chunks.append(step_plan.chunk)
-            if step_plan.run_alone:
-                break
-        return chunks
+    def _send(self, slot: _Slot, pending: _PendingChunk) -> None:
+        if not slot.calls:
+            slot.last_result_time = time.monotonic()
+        slot.calls[slot.actor.run.remote(pending.chunk.payload)] = pending
 
-    def _next_pending(self) -> _PendingChunk | None:
-        while self.queue:
-            _, _, key = heapq.heappop(self.queue)
-            if key in self.pending and not self.pending[key].calls_in_flight:
-                return self.pending[key]
-        return None
-
-    def _late_chunks(self) -> list[Chunk]:
-        """Chunks that an actor has had for much longer than chunks usually take, the latest
-        first."""
-        if not self.durations:
-            return []
-        limit = time.monotonic() - max(3 * statistics.median(self.durations), 1.0)
-        late = [call for call in self.calls.values() if call.start_time < limit]
-        return [
-            chunk
-            for call in sorted(late, key=lambda call: -call.start_time)
-            for chunk in reversed(call.chunks)
-            if chunk.key in self.pending and self.pending[chunk.key].calls_in_flight == 1
-        ]
-
-    def _call_seconds(self) -> float:
-        """Return the target duration of a call: longer with very many actors.
-
-        Calls are then fewer.
-        """
-        return max(_CALL_SECONDS, len(self.slots) / _CALLS_PER_SECOND)
-
-    def _send(self, slot: _Slot, chunks: list[Chunk]) -> None:
-        payloads = [chunk.payload for chunk in chunks]
-        ref = slot.actor.run.remote(payloads, 2 * self._call_seconds())
-        now = time.monotonic()
-        if not slot.call_refs:
+    def _handle_answer(self, slot: _Slot, ref: Any, answer: Any) -> None:
+        if ref not in slot.calls:  # of an actor that died meanwhile
+            return
+        if not isinstance(answer, CallFailure):
+            now = time.monotonic()
+            self.durations.append(now - slot.last_result_time)
+            del self.durations[:-200]
             slot.last_result_time = now
-        slot.call_refs.append(ref)
-        self.calls[ref] = _Call(slot, chunks, now)
-        for chunk in chunks:
-            self.pending[chunk.key].calls_in_flight += 1
-
-    def _handle_done(self, ref: Any, values: dict[Any, Any]) -> None:
-        if ref not in self.calls:
-            self._handle_ready(ref)
-            return
-        call = self.calls[ref]
-        answer = values[ref]
-        if isinstance(answer, CallFailure):
-            if isinstance(answer.error, RayTaskError):
-                if isinstance(answer.error.cause, InvalidResultsError):
-                    raise InvalidResultsError(str(answer.error.cause)) from None
-                self._remove_call(ref)
-                self._retry(call.chunks, answer.error)
-            else:
-                self._remove_dead_actor(call.slot, answer.error)
-            return
-        results, seconds = answer
-        now = time.monotonic()
-        self.durations.append(now - max(call.start_time, call.slot.last_result_time))
-        del self.durations[:-200]
-        call.slot.last_result_time = now
-        fitting = int(self._call_seconds() * len(results) / max(seconds, 1e-9))
-        call.slot.max_chunks = max(1, min(fitting, 4 * len(results), _MAX_CHUNKS_PER_CALL))
-        self.deaths_without_result = 0
-        self._deliver(call, results)
-        self._remove_call(ref)
-        for chunk in call.chunks[len(results) :]:
-            self._requeue(chunk.key)
+            self.deaths_without_result = 0
+            self._deliver(slot.calls[ref], answer)
+            del slot.calls[ref]  # only now: Ctrl-C before must not lose it
+        elif not isinstance(answer.error, RayTaskError):
+            self._remove_dead_actor(slot, answer.error)
+        elif isinstance(answer.error.cause, InvalidResultsError):
+            raise InvalidResultsError(str(answer.error.cause)) from None
+        else:
+            self._retry(slot.calls.pop(ref), answer.error)
 
     def _handle_ready(self, ref: Any) -> None:
         slot = next((slot for slot in self.slots if slot.ready_ref == ref), None)
@@ -379,35 +258,17 @@ class _Pool:
         except RayError as error:
             self._remove_dead_actor(slot, error)
 
-    def _remove_call(self, ref: Any) -> None:
-        call = self.calls.pop(ref)
-        call.slot.call_refs.remove(ref)
-        for chunk in call.chunks:
-            if chunk.key in self.pending:
-                self.pending[chunk.key].calls_in_flight -= 1
-
-    def _retry(self, chunks: list[Chunk], error: Exception) -> None:
-        """Queue the chunks of a failed call again. A chunk that was alone in it is to blame; of
-        several nobody knows, and each goes alone next time."""
-        for chunk in chunks:
-            step_plan = self.pending.get(chunk.key)
-            if step_plan is None:
-                continue
-            step_plan.run_alone = True
-            step_plan.attempts += len(chunks) == 1
-            if step_plan.attempts >= _MAX_ATTEMPTS:
-                cause = error.cause if isinstance(error, RayTaskError) else error
-                raise ClusterError(f"{chunk.key} failed {_MAX_ATTEMPTS} times: {cause}") from cause
-            self._requeue(chunk.key)
-
-    def _requeue(self, key: str) -> None:
-        step_plan = self.pending.get(key)
-        if step_plan is not None and not step_plan.calls_in_flight:
-            heapq.heappush(self.queue, (step_plan.chunk.priority, step_plan.order, key))
+    def _retry(self, pending: _PendingChunk, error: Exception) -> None:
+        """Queue the chunk of a failed call again."""
+        pending.attempts += 1
+        if pending.attempts >= _MAX_ATTEMPTS:
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            raise ClusterError(
+                f"{pending.chunk.key} failed {_MAX_ATTEMPTS} times: {cause}"
+            ) from cause
+        self._enqueue(pending)
 
     def _remove_dead_actor(self, slot: _Slot, error: Exception) -> None:
-        if slot not in self.slots:
-            return
         self.slots.remove(slot)
         ray.kill(slot.actor, no_restart=True)
         self.last_growth = 0.0
@@ -418,14 +279,12 @@ class _Pool:
                 f"{self.deaths_without_result} workers died one after another without finishing "
                 f"anything: {lines[-1] if lines else type(error).__name__}"
             ) from error
-        for place, ref in enumerate(list(slot.call_refs)):
-            chunks = self.calls[ref].chunks
-            self._remove_call(ref)
-            if place == 0:  # only the call it was working on can be to blame
-                self._retry(chunks, error)
-            else:
-                for chunk in chunks:
-                    self._requeue(chunk.key)
+        calls = [*slot.calls.values()]
+        slot.calls.clear()
+        for pending in calls[1:]:
+            self._enqueue(pending)
+        for pending in calls[:1]:  # only the call it was working on can be to blame
+            self._retry(pending, error)
 
     def _replace_stalled(self) -> None:
         now = time.monotonic()
@@ -436,7 +295,6 @@ class _Pool:
             for slot in self.slots:
                 slot.last_result_time = now
         limit = max(self.settings.stall_seconds, 20 * statistics.median(self.durations))
-        limit += 2 * self._call_seconds()  # before the last chunk of a call is begun
         for slot in list(self.slots):
-            if slot.call_refs and now - slot.last_result_time > limit:
+            if slot.calls and now - slot.last_result_time > limit:
                 self._remove_dead_actor(slot, ClusterError(f"no answer for {limit:.0f} s"))

@@ -23,7 +23,6 @@ Asked for nothing else, a search goes to Ray, as does all work where RAY_ADDRESS
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import os
@@ -35,6 +34,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -43,6 +43,7 @@ from dpdist.cluster.session import (
     Session,
     connect,
     count_local_cpus,
+    count_local_gpus,
     describe_session,
     is_elastic,
     is_session_lost,
@@ -52,8 +53,8 @@ from dpdist.cluster.versions import NEW_BACKENDS, backend_setting, check_nodes, 
 from dpdist.cluster.work import (
     MAX_PREEMPTIONS,
     Chunk,
+    ChunkJob,
     Host,
-    PoolSettings,
     TrialPass,
     WorkerGroup,
     WorkerPlace,
@@ -68,9 +69,6 @@ from dpdist.core.torch_settings import DETERMINISTIC, SharedBlocks
 ExecutorName = Literal["auto", "local", "ray"]
 SMALL_TRAINING = 200_000  # passes of an example in all steps
 SMALL_JOB_SECONDS = 20.0  # about what a session and its actors take to start, and a second process
-
-MakeWorker = Callable[..., Callable[[Any], Any]]
-OnResult = Callable[[str, Any], None]
 
 
 class Executor:
@@ -114,23 +112,8 @@ class Executor:
         """
         raise NotImplementedError
 
-    def run_chunks(
-        self,
-        make_worker: MakeWorker,
-        shared: Any,
-        chunks: Iterable[Chunk],
-        on_result: OnResult,
-        settings: PoolSettings | None = None,
-    ) -> None:
-        """Run every chunk by workers; call ``on_result(key, result)`` here, once per chunk.
-
-        Args:
-            make_worker: called as make_worker(shared), once in each worker; returns the function
-                of a payload, whose result depends on shared and payload alone.
-            shared: given to every worker.
-            chunks: read only a little ahead.
-            on_result: keeps a result.
-            settings: the number of workers and what each holds.
+    def run_chunks(self, job: ChunkJob) -> None:
+        """Run every chunk by workers.
 
         Raises:
             InvalidResultsError: a worker found that none of the results hold.
@@ -193,28 +176,21 @@ class LocalExecutor(Executor):
         except Exception as error:
             raise UserError(f"{error_prefix}: {error}") from error
 
-    def run_chunks(
-        self,
-        make_worker: MakeWorker,
-        shared: Any,
-        chunks: Iterable[Chunk],
-        on_result: OnResult,
-        settings: PoolSettings | None = None,
-    ) -> None:
+    def run_chunks(self, job: ChunkJob) -> None:
         """Run the chunks in turn; with `shuffle` the last one asked answers first."""
-        asked_at_once = (settings and settings.actors) or 1 if self._shuffle else 1
-        waiting, workers = in_order(chunks), list[Callable[[Any], Any]]()
+        asked_at_once = job.settings.actors or 1 if self._shuffle else 1
+        waiting, workers = in_order(job.chunks), list[Callable[[Any], Any]]()
         with _torch_as_in_a_new_process():
             while asked := list(itertools.islice(waiting, asked_at_once)):
                 while len(workers) < len(asked):
-                    make, own = self.transfer((make_worker, shared))
+                    make, own = self.transfer((job.make_worker, job.shared))
                     workers.append(make(own))
                 answers = [
                     (chunk.key, self.transfer(worker(self.transfer(chunk.payload))))
                     for worker, chunk in zip(workers, asked, strict=False)
                 ]
                 for key, answer in reversed(answers):
-                    on_result(key, answer)
+                    job.on_result(key, answer)
 
     def run_workers(self, group: WorkerGroup) -> None:
         """Run the group's only worker, whose errors are raised as they are.
@@ -490,18 +466,11 @@ class RayExecutor(Executor):
         except ray.exceptions.RayTaskError as error:
             raise UserError(f"{error_prefix}: {error.cause}") from error.cause
 
-    def run_chunks(
-        self,
-        make_worker: MakeWorker,
-        shared: Any,
-        chunks: Iterable[Chunk],
-        on_result: OnResult,
-        settings: PoolSettings | None = None,
-    ) -> None:
+    def run_chunks(self, job: ChunkJob) -> None:
         """Run the chunks on a pool of actors (`dpdist.cluster.actor_pool`)."""
         from dpdist.cluster.actor_pool import run_chunks
 
-        run_chunks(make_worker, shared, chunks, on_result, settings, is_session_lost)
+        run_chunks(job, is_session_lost)
 
     def run_workers(self, group: WorkerGroup) -> None:
         """Run the group on Ray Train, which restarts it up to `max_restarts` times."""
@@ -612,7 +581,7 @@ def _failure_config(group: WorkerGroup) -> Any:
 
     kind = ray.train.FailureConfig
     counts: dict[str, Any] = {"max_failures": group.max_restarts}
-    if "max_preemption_failures" in {field.name for field in dataclasses.fields(kind)}:
+    if "max_preemption_failures" in {field.name for field in fields(kind)}:
         counts["max_preemption_failures"] = MAX_PREEMPTIONS
     return kind(**counts)
 
@@ -670,11 +639,11 @@ class AutoExecutor(Executor):
     @property
     def gpus(self) -> float:
         """Return the number of GPUs; a machine that has some is asked through Ray."""
-        return self.ray().gpus if self._ray is not None or _has_gpus() else 0.0
+        return self.ray().gpus if self._ray is not None or count_local_gpus() else 0.0
 
     def place(self, small: bool) -> Executor:
         """Return this process for small work, unless a session is open or there are GPUs."""
-        alone = small and self._ray is None and not _has_gpus()
+        alone = small and self._ray is None and not count_local_gpus()
         return _LocalAtFirst(self) if alone else self.ray()
 
     def hosts(self) -> list[Host]:
@@ -697,16 +666,9 @@ class AutoExecutor(Executor):
         """Call the function in this process, or on Ray where it is open or a GPU is needed."""
         return self.place(not num_gpus).run_once(function, argument, error_prefix, num_gpus)
 
-    def run_chunks(
-        self,
-        make_worker: MakeWorker,
-        shared: Any,
-        chunks: Iterable[Chunk],
-        on_result: OnResult,
-        settings: PoolSettings | None = None,
-    ) -> None:
+    def run_chunks(self, job: ChunkJob) -> None:
         """Run the chunks on Ray; small jobs ask `place` first."""
-        self.ray().run_chunks(make_worker, shared, chunks, on_result, settings)
+        self.ray().run_chunks(job)
 
     def run_workers(self, group: WorkerGroup) -> None:
         """Run the group on Ray; small trainings ask `place` first."""
@@ -739,16 +701,9 @@ class _LocalAtFirst(LocalExecutor):
         """Check the hosts as soon as there is a session, which work within this may open."""
         self._whole.check_nodes(packages, shared_folder)
 
-    def run_chunks(
-        self,
-        make_worker: MakeWorker,
-        shared: Any,
-        chunks: Iterable[Chunk],
-        on_result: OnResult,
-        settings: PoolSettings | None = None,
-    ) -> None:
+    def run_chunks(self, job: ChunkJob) -> None:
         """Run the chunks in turn for `SMALL_JOB_SECONDS`, and the others on Ray."""
-        waiting, end = in_order(chunks), time.monotonic() + SMALL_JOB_SECONDS
+        waiting, end = in_order(job.chunks), time.monotonic() + SMALL_JOB_SECONDS
         left: list[Chunk] = []
 
         def at_first() -> Iterator[Chunk]:
@@ -758,17 +713,9 @@ class _LocalAtFirst(LocalExecutor):
                     return
                 yield chunk
 
-        super().run_chunks(make_worker, shared, at_first(), on_result, settings)
+        super().run_chunks(replace(job, chunks=at_first()))
         if left:
-            rest = itertools.chain(left, waiting)
-            self._whole.ray().run_chunks(make_worker, shared, rest, on_result, settings)
-
-
-def _has_gpus() -> bool:
-    """Return whether torch sees a GPU; what asks has loaded it."""
-    import torch
-
-    return torch.cuda.is_available()
+            self._whole.ray().run_chunks(replace(job, chunks=itertools.chain(left, waiting)))
 
 
 # --- the executor in use ----------------------------------------------------------------------

@@ -52,7 +52,7 @@ import pyarrow as pa
 from dpdist.cluster import job_folder
 from dpdist.cluster.executor import Executor, open_executor, use_executor
 from dpdist.cluster.job_folder import JobKind, Journal, Progress
-from dpdist.cluster.work import Chunk, PoolSettings
+from dpdist.cluster.work import Chunk, ChunkJob, PoolSettings
 from dpdist.core.errors import InvalidResultsError, UserError
 from dpdist.core.files import ColumnSpec, error_text
 
@@ -239,7 +239,8 @@ def run_job(
         )
         place = where.place(actors is None and task.is_small(book))
         with _record_invalid_results(journal, output):
-            place.run_chunks(task.make_worker, task.shared, iter_chunks(book, cut), on_result, pool)
+            chunks = iter_chunks(book, cut)
+            place.run_chunks(ChunkJob(task.make_worker, task.shared, chunks, on_result, pool))
     job_folder.write_table(spec.build_table(spec.finish(book, output), about), finished)
     return spec.load_table(finished)
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import math
 import os
 import secrets
+import shutil
 import signal
 import socket
 import sys
@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dpdist.cluster.reaper import reap_on_exit
 from dpdist.core.console import log
 from dpdist.core.errors import ClusterError, ExitCode, UserError
 from dpdist.core.files import (
     SESSION_FOLDER,
     TRAINING_FOLDER,
+    error_text,
     lock_temporary_folder,
     remove_unlocked_folders,
 )
@@ -97,7 +97,7 @@ _LOST = (
     "Ray gave up the node of this process, which answered nothing for about a minute, as a laptop "
     "does that sleeps: its session is lost. What was finished is kept; run the same command again"
 )
-# Sessions whose node is lost, kept until this process ends: then their reapers end Ray's processes.
+# Sessions whose node is lost, kept until this process ends.
 _lost_sessions: list[contextlib.ExitStack] = []
 _open_watches: list[_NodeWatch] = []
 
@@ -161,7 +161,7 @@ def is_session_lost() -> bool:
 
 
 def _keep_until_exit(session: contextlib.ExitStack) -> None:
-    """Leave a lost session to its reaper, and end this process without Ray's own last words.
+    """Leave a lost session alone, and end this process without Ray's own last words.
 
     The code is that of a command which a ClusterError ends: Python does not tell a script's own.
     """
@@ -429,18 +429,11 @@ def _quota_of(group: Path) -> float:
     return _UNLIMITED
 
 
-def count_local_gpus() -> float:
-    """Return how many GPUs Ray would find on this machine; infinity where it does not say."""
-    try:
-        from ray._private.accelerators import get_accelerator_manager_for_resource
+def count_local_gpus() -> int:
+    """Return how many GPUs torch sees on this machine."""
+    import torch
 
-        manager: Any = get_accelerator_manager_for_resource("GPU")
-        found = manager.get_current_node_num_accelerators()
-        visible = manager.get_current_process_visible_accelerator_ids()
-    except Exception:  # another Ray: what is missing is then said later
-        return math.inf
-    available: float = found if visible is None else min(found, len(visible))
-    return available
+    return torch.cuda.device_count()
 
 
 @contextlib.contextmanager
@@ -448,9 +441,9 @@ def _session_folder() -> Iterator[Path]:
     """Make a folder for the files of a local session, and remove it with them at the end.
 
     Ray's own place, /tmp/ray, is readable by every user of the machine and is never emptied: a
-    search's number of trials and their scores lay there. A killed process leaves the removal to the
-    session's reaper; where that was killed too, the next session removes the folders whose lock
-    nobody holds, and what single trainings left (`dpdist.core.files.temporary_folder`).
+    search's number of trials and their scores lay there. What a killed process leaves, the next
+    session removes: folders whose lock nobody holds, and those of single trainings
+    (`dpdist.core.files.temporary_folder`).
     """
     root = Path(tempfile.gettempdir())
     if len(os.fsencode(root)) > _MAX_ROOT_BYTES:
@@ -458,8 +451,11 @@ def _session_folder() -> Iterator[Path]:
     remove_unlocked_folders(root, _FOLDER_PREFIX)
     remove_unlocked_folders(Path(tempfile.gettempdir()), TRAINING_FOLDER)
     folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=root))  # mode 0700
-    with reap_on_exit(folder), lock_temporary_folder(folder):
-        yield folder
+    try:
+        with lock_temporary_folder(folder):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def secure_staging_folder() -> Path:
@@ -494,7 +490,7 @@ def _start(address: str | None, options: dict[str, Any]) -> None:
             if address
             else "try again, or set DPDIST_EXECUTOR=local, which needs no Ray"
         )
-        raise ClusterError(f"no Ray cluster at {where}: {_first_line(error)}; {instead}") from error
+        raise ClusterError(f"no Ray cluster at {where}: {error_text(error)}; {instead}") from error
     except SystemExit:
         if callable(ending):
             ending(signal.SIGTERM, None)
@@ -595,7 +591,3 @@ def _stop_logging(handler: logging.Handler | None) -> None:
         logging.getLogger("ray").removeHandler(handler)
         with contextlib.suppress(OSError):
             handler.close()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

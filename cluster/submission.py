@@ -14,9 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dpdist.core.errors import ClusterError
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobDetails
 
 # --- packing a working directory --------------------------------------------------------------
 
@@ -200,26 +203,8 @@ def pack(spec: PackageSpec, target: Path, limit: int = MAX_PACKAGE_BYTES) -> Pac
 
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
-_FINAL_STATES = ("SUCCEEDED", "FAILED", "STOPPED")
 _POLL = 1.0  # seconds
 _MAX_SILENCE_SECONDS = 300.0  # seconds without any answer before following gives up
-
-
-@dataclass(frozen=True)
-class Job:
-    """One job: state is PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED; begun in seconds since
-    1970, 0 when unknown."""
-
-    name: str
-    state: str
-    message: str
-    entrypoint: str
-    metadata: dict[str, str]
-    start_time: float
-
-    @property
-    def done(self) -> bool:
-        return self.state in _FINAL_STATES
 
 
 class JobClient:
@@ -272,10 +257,11 @@ class JobClient:
             )
         )  # fmt: skip
 
-    def get_job(self, name: str) -> Job:
-        """Return the status of a job. Raises ClusterError when there is none of that name."""
+    def get_job(self, name: str) -> JobDetails:
+        """Return what Ray says of a job. Raises ClusterError when there is none of that name."""
         try:
-            return _job(self._call(lambda: self._client.get_job_info(name)))
+            found: JobDetails = self._call(lambda: self._client.get_job_info(name))
+            return found
         except _ServerUnreachableError:
             raise
         except ClusterError as error:
@@ -283,10 +269,10 @@ class JobClient:
                 raise ClusterError(f"{name}: no such job at {self.address}") from error
             raise
 
-    def list_jobs(self) -> list[Job]:
+    def list_jobs(self) -> list[JobDetails]:
         """All submitted jobs, the newest first."""
-        found = [_job(info) for info in self._call(self._client.list_jobs) if info.submission_id]
-        return sorted(found, key=lambda job: -job.start_time)
+        found = [job for job in self._call(self._client.list_jobs) if job.submission_id]
+        return sorted(found, key=lambda job: -(job.start_time or 0))
 
     def read_log(self, name: str) -> str:
         """All that the job has printed so far."""
@@ -297,7 +283,7 @@ class JobClient:
         self.get_job(name)
         return bool(self._call(lambda: self._client.stop_job(name)))
 
-    def follow(self, name: str, write: Callable[[str], None]) -> Job:
+    def follow(self, name: str, write: Callable[[str], None]) -> JobDetails:
         """Hand what the job prints to `write` until it has ended; returns its last state.
 
         Survives interruptions of the tunnel of up to five minutes. Raises ClusterError beyond.
@@ -317,21 +303,13 @@ class JobClient:
             if len(text) > shown:
                 write(text[shown:])
                 shown = len(text)
-            if job.done:
+            if job.status.is_terminal():
                 return job
             time.sleep(_POLL)
 
 
 class _ServerUnreachableError(ClusterError):
     pass
-
-
-def _job(info: Any) -> Job:
-    return Job(
-        name=info.submission_id or "", state=info.status.value, message=info.message or "",
-        entrypoint=info.entrypoint or "", metadata=dict(info.metadata or {}),
-        start_time=(info.start_time or 0) / 1000,
-    )  # fmt: skip
 
 
 def _last_line(error: BaseException) -> str:

@@ -56,6 +56,28 @@ class PoolSettings:
 
 
 @dataclass(frozen=True)
+class ChunkJob:
+    """Chunks, each of which is done by one of several workers.
+
+    Args:
+        make_worker: called as make_worker(shared), once in each worker; returns the function of a
+            payload, whose result depends on shared and payload alone.
+        shared: given to every worker.
+        chunks: a sequence is worked off by priority; any other iterable in its own order, and it is
+            read only a little ahead, so that a million chunks need no memory.
+        on_result: keeps a result; called as on_result(key, result) where the job was begun, once
+            per chunk.
+        settings: the number of workers and what each holds.
+    """
+
+    make_worker: Callable[..., Callable[[Any], Any]]
+    shared: Any
+    chunks: Iterable[Chunk]
+    on_result: Callable[[str, Any], None]
+    settings: PoolSettings = PoolSettings()
+
+
+@dataclass(frozen=True)
 class WorkerPlace:
     """The place of one training worker in its group.
 

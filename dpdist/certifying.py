@@ -36,7 +36,7 @@ from dpdist.data.registry import BUILT_IN, DataSource
 from dpdist.data.registry import load as load_data
 from dpdist.data.test_inputs import find_test_inputs
 from dpdist.evaluation import load_subject
-from dpdist.importing import ForeignModel, build_foreign, require_trained_weights
+from dpdist.importing import ForeignModel, build_foreign
 from dpdist.models.factory_code import MAIN, FactoryCode, is_library, object_digest
 from dpdist.release.bundle import Release
 from dpdist.release.bundle import load as load_release
@@ -334,7 +334,6 @@ def _resolved(
         known = getattr(inputs, "classes", None) or int(np.max(inputs.labels)) + 1
         foreign = ForeignModel(what, changed.weights, mean=changed.mean, std=changed.std)
         network, spec = build_foreign(foreign, shape, known)
-        require_trained_weights(foreign, network, spec)
         code = FactoryCode.from_factories(spec.user_factories)
         subject = Subject(network, _digest(network), what, code)
     elif isinstance(what, torch.nn.Module):

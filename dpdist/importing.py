@@ -97,8 +97,7 @@ def import_model(
     of a run that is made.
 
     Raises:
-        UserError: model, weights or data cannot be read or do not fit together, or the weights are
-            random; nothing is written.
+        UserError: model, weights or data cannot be read or do not fit together; nothing is written.
         DifferentRecipeError: the folder holds another run.
     """
     asked = _asked(foreign, data)
@@ -108,7 +107,6 @@ def import_model(
         section, shape, resized = _data_section(data, foreign, folder, aside / INPUTS)
         network, spec = build_foreign(foreign, shape, section["classes"])
         section |= _classes(section, spec.classes)
-        require_trained_weights(foreign, network, spec)
         recipe = _recipe(foreign, folder.name, section, spec, resized, certify)
         _write(RunFolder(aside), recipe, network, spec, asked)
     return _found(folder, asked)  # another import of the same may have been faster
@@ -235,14 +233,6 @@ def build_foreign(
     spec = ModelSpec(name, shape, answers, options, foreign.mean, foreign.std)
     models.check_outputs(network, spec)
     return network, spec
-
-
-def require_trained_weights(foreign: ForeignModel, network: nn.Module, spec: ModelSpec) -> None:
-    """Raise UserError for a network without a file of weights whose factory draws them."""
-    from dpdist.models.weights import require_drawn_nowhere
-
-    if foreign.weights is None:
-        require_drawn_nowhere(network, lambda: models.build_model(spec), foreign.name)
 
 
 def _factory(foreign: ForeignModel, classes: int) -> tuple[str, dict[str, Any]]:

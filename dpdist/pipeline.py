@@ -190,7 +190,6 @@ def _train_and_evaluate(
     # Complaints come before anything is written, the archive is claimed and Ray started.
     recipe = statistics_stage(recipe, folder, context, search=search)
     checked = _check_run(recipe, folder, context, search=search)
-    Archive.check_writable(folder, recipe.resources.archive)
     if not folder.training_summary.exists():
         require_workers(recipe.resources.min_workers, recipe.resources.cpus_per_worker)
         _require_gpus(recipe)

@@ -48,7 +48,7 @@ from dpdist.cluster.resumable_job import (
     WorkUnit as Interval,
 )
 from dpdist.cluster.session import is_elastic
-from dpdist.cluster.work import Chunk, PoolSettings
+from dpdist.cluster.work import Chunk, ChunkJob, PoolSettings
 from dpdist.core.errors import UserError
 from dpdist.core.files import (
     read_text,
@@ -207,7 +207,8 @@ class CertificationJob(JobSpec):
         passes = CLEAN_DRAWS if find_noise_location(assignment.model).is_random else 1
         small = count * passes <= SMALL_JOB_SECONDS * spec.rate and assignment.gpus == 0
         pool = PoolSettings(num_gpus=assignment.gpus)
-        current_executor().place(small).run_chunks(CleanWorker, assignment, chunks(), keep, pool)
+        job = ChunkJob(CleanWorker, assignment, chunks(), keep, pool)
+        current_executor().place(small).run_chunks(job)
         return answers
 
     def work_items(self, job_record: dict[str, Any], output: Path) -> WorkItems:

@@ -183,18 +183,18 @@ def status(
         if follow:
             raise UserError("--follow: name the job; `dpdist cluster status` lists them")
         for each in jobs.list_jobs():
-            begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.start_time))
-            typer.echo(f"{each.name}\t{each.state}\t{begun}\t{each.entrypoint}")
+            begun = time.strftime("%Y-%m-%d %H:%M", time.localtime((each.start_time or 0) / 1000))
+            typer.echo(f"{each.submission_id}\t{each.status}\t{begun}\t{each.entrypoint}")
         return
     if follow:
         _follow_and_fetch(jobs, job)
         return
     found = jobs.get_job(job)
-    typer.echo(f"{found.name}\t{found.state}\t{found.entrypoint}")
+    typer.echo(f"{found.submission_id}\t{found.status}\t{found.entrypoint}")
     for line in jobs.read_log(job).splitlines()[-5:]:
         typer.echo(f"  {line}")
-    if found.state == "FAILED":
-        typer.echo(f"  {found.message.strip()}")
+    if found.status == "FAILED":
+        typer.echo(f"  {(found.message or '').strip()}")
 
 
 @cluster_app.command("stop")
@@ -283,15 +283,15 @@ def _follow_and_fetch(jobs: JobClient, job: str) -> None:
             f"the job goes on; follow it: dpdist cluster status {job} --follow; "
             f"end it: dpdist cluster stop {job}"
         ) from None
-    if ended.state != "SUCCEEDED":
-        reason = (ended.message.strip().splitlines() or [""])[0]
+    about = ended.metadata or {}
+    if ended.status != "SUCCEEDED":
+        reason = ((ended.message or "").strip().splitlines() or [""])[0]
         again = "; submitting the same recipe again continues the run"
         raise ClusterError(
-            f"job {job} {ended.state.lower()}: {reason}" + again * ("run" in ended.metadata)
+            f"job {job} {ended.status.value.lower()}: {reason}" + again * ("run" in about)
         )
-    run = ended.metadata.get("run")
-    if run:
-        _fetch_run(jobs, run, ended.metadata.get("runs") or None, DEFAULT_FETCH_FOLDER)
+    if run := about.get("run"):
+        _fetch_run(jobs, run, about.get("runs") or None, DEFAULT_FETCH_FOLDER)
 
 
 def _fetch_run(jobs: JobClient, run: str, runs: str | None, into: Path) -> None:
@@ -309,7 +309,7 @@ def _fetch_run(jobs: JobClient, run: str, runs: str | None, into: Path) -> None:
     jobs.submit(job, shlex.join(command))
     ended = jobs.follow(job, lambda text: None)
     log = jobs.read_log(job)
-    if ended.state != "SUCCEEDED":
+    if ended.status != "SUCCEEDED":
         said = [line for line in log.splitlines() if line.startswith("dpdist: ")]
         raise ClusterError(f"{run}: could not be fetched: {said[-1] if said else ended.message}")
     files = unpack_export(log, into / name)

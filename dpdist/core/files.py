@@ -382,8 +382,8 @@ _LOCK = "held.lock"
 def temporary_folder(prefix: str) -> Iterator[Path]:
     """Make a folder on this host for its owner only (mode 0700), and remove it at the end.
 
-    In a local Ray session it lies in the session's folder, whose reaper removes it after a
-    `kill -9`. Elsewhere a killed process leaves it to the next one that makes such a folder.
+    In a local Ray session it lies in the session's folder. What a killed process leaves, the next
+    one that makes such a folder removes.
     """
     root = Path(tempfile.gettempdir())
     remove_unlocked_folders(root, prefix)

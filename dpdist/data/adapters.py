@@ -42,6 +42,7 @@ from dpdist.data.protocol import (
     fingerprint_of,
     invented_like,
     kept_generators,
+    map_fields,
     seed_generators,
     seed_of,
     warn_if_standardized,
@@ -317,7 +318,7 @@ class ArrayRecords(Records):
             names = [*options.inputs, *([] if options.target is None else [options.target])]
         names = [name for name in names if name != unit]
         named = {name: _numbers(name, columns[name], options, names) for name in names}
-        units: Any = options.unit if unit is None else _codes(columns[unit], options)
+        units = options.unit if unit is None else _units_of(unit, columns[unit], options)
         if form is TABLE:
             named, form = _arranged(named, options)
         lengths = {name: len(column) for name, column in named.items()}
@@ -509,21 +510,11 @@ def _check_features(arrays: Mapping[str, Tensor], answers: Any, options: Options
             )
 
 
-def _codes(column: Any, options: Options) -> list[int]:
-    """Return a number for each unit, whatever names it: equal ones are the same unit."""
-    try:
-        column = pa.table({"unit": column if hasattr(column, "iloc") else _as_arrow(column)})[0]
-        encoded = column.combine_chunks().dictionary_encode()
-        values = encoded.dictionary.to_pylist()
-    except (pa.ArrowException, TypeError, ValueError):  # whose text has the value
-        values, encoded = [None], None
-    if encoded is None or column.null_count or any(map(names_nobody, values)):
-        options.refuse("unit must be known for every record, got empty ones", "drop or fill them")
-    return encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64).tolist()
-
-
-def _as_arrow(column: Any) -> Any:
-    return column if isinstance(column, pa.ChunkedArray) else pa.array(np.asarray(column))
+def _units_of(name: str, column: Any, options: Options) -> Any:
+    """Return the values of a column of units."""
+    if hasattr(column, "iloc"):
+        column = _arrow_of_pandas(name, column, options)
+    return column.to_pylist() if isinstance(column, pa.ChunkedArray) else column
 
 
 def _checked_units(units: Any, count: int, options: Options) -> list[Hashable] | None:
@@ -1033,15 +1024,6 @@ def _of_loader(loader: torch_data.DataLoader[Any], options: Options) -> Records:
 
 
 # --- batches of one or several tensors --------------------------------------------------------
-
-
-def map_fields(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """Return a batch of the same kind with the function's result for each tensor."""
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, dict):
-        return {name: function(each) for name, each in batch.items()}
-    return tuple(function(each) for each in batch)
 
 
 def rows_of(batch: Any) -> int:

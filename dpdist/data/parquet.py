@@ -13,7 +13,7 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
@@ -26,11 +26,12 @@ import pyarrow.compute as pc
 from PIL import Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION, TiffImageFile
 
-from dpdist.core.errors import UserError, is_disk_full
+from dpdist.core.errors import UserError
 from dpdist.core.files import (
     FEATURES_KEY,
     atomic_folder,
     error_text,
+    fsync_path,
     make_private_folder,
     open_parquet,
 )
@@ -42,7 +43,6 @@ from dpdist.data.record_hashes import (
     hash_inputs,
     hash_users,
     names_nobody,
-    write_checksums,
     write_hashes,
 )
 from dpdist.data.tables import PictureFolder, TableFile, is_text, open_table
@@ -158,7 +158,7 @@ def _opaque(picture: Image.Image) -> np.ndarray:
 
 
 FEATURES_FILE = "features.json"  # beside features: what the network that made them saw
-_CACHE_VERSION = 6  # of the cache; a new number re-reads everything
+_CACHE_VERSION = 7  # of the cache; a new number re-reads everything
 
 
 @dataclass(frozen=True)
@@ -326,8 +326,14 @@ def _decode(
         "following": not columns.has_labels,
         **({"target_kind": columns.targets} if numbers else {}),
     }
-    (out / "meta.json").write_text(json.dumps(meta))
-    write_checksums(out)
+    finish_split(out, meta)
+
+
+def finish_split(folder: Path, meta: Mapping[str, Any]) -> None:
+    """Write what a decoded split says of itself, and bring all its files to the disk."""
+    (folder / "meta.json").write_text(json.dumps(meta))
+    for path in folder.iterdir():
+        fsync_path(path)
 
 
 def read_features(path: Path, columns: Columns) -> np.ndarray:
@@ -422,17 +428,7 @@ class _ArrayWriter:
         return self._digest.hexdigest()
 
     def _allocate(self, name: str, kind: Any, shape: tuple[int, ...]) -> np.ndarray:
-        """Raise UserError for what no file holds: a footer may count anything."""
-        try:
-            with np.errstate(over="ignore"):
-                return np.lib.format.open_memmap(self._out / name, "w+", kind, shape)
-        except (OSError, ValueError, OverflowError, MemoryError) as error:
-            if is_disk_full(error):
-                raise
-            raise UserError(
-                f"{self._total:,} records, as the files' footers count, cannot be stored: "
-                f"{error_text(error)}"
-            ) from error
+        return np.lib.format.open_memmap(self._out / name, "w+", kind, shape)
 
 
 def rows_of_nobody(values: Sequence[object]) -> list[int]:

@@ -381,13 +381,14 @@ class UserRecords(Records):
 def _by_user(read: Callable[[np.ndarray], Any], positions: np.ndarray) -> Any:
     """Read records at positions (B, K): tensors (B * K, ...) become (B, K, ...)."""
     found = read(positions.reshape(-1))
-    if isinstance(found, dict):
-        return {
-            name: each.reshape(*positions.shape, *each.shape[1:]) for name, each in found.items()
-        }
-    if isinstance(found, tuple):
-        return tuple(each.reshape(*positions.shape, *each.shape[1:]) for each in found)
-    return found.reshape(*positions.shape, *found.shape[1:])
+    return map_fields(lambda each: each.reshape(*positions.shape, *each.shape[1:]), found)
+
+
+def map_fields(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """Return a batch of the same kind with the function's result for each tensor."""
+    if isinstance(batch, dict):
+        return {name: function(each) for name, each in batch.items()}
+    return tuple(map(function, batch)) if isinstance(batch, tuple) else function(batch)
 
 
 # --- fingerprints and seeds -------------------------------------------------------------------

@@ -1,36 +1,30 @@
-"""Hashes that identify records, and checksums that protect the cache of decoded data.
+"""Hashes that identify records.
 
 A record is identified by a hash of its input as a model sees it, without its label; a text by a
 hash of the whole document, whatever reads it. The same picture stored as 8 or as 16 bits, under
 another label or in another row is the same record; one changed pixel or letter makes another one,
 which no comparison finds. Data sets in Python are compared by `digests_of_input`, which also sees
 through types, layouts and containers; `dpdist.data.overlap` is the one comparison.
-
-A folder of the cache is as private and as decisive as the files that it was made of: which records
-are public, tested on or trained on follows from it. So its last file holds the checksums of the
-others, and a folder that does not match is not read.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dpdist.core.errors import UserError
-from dpdist.core.files import fsync_path, read_json, write_atomic, write_json
+from dpdist.core.files import write_atomic
 
 # --- hashes of records ------------------------------------------------------------------------
 
 
 _CHUNK = 2**22  # values turned into floats at once
 _BYTES = 16  # of a hash
-HASHES_FILE = "record-hashes.npy"  # beside the records
-GROUPS_FILE = "user-hashes.npy"  # beside them, where a user column was named
+HASHES_FILE = "record-hashes.bin"  # beside the records
+GROUPS_FILE = "user-hashes.bin"  # beside them, where a user column was named
 
 
 def to_model_inputs(rows: np.ndarray) -> np.ndarray:
@@ -240,61 +234,9 @@ def stored_user_hashes(folder: Path) -> np.ndarray | None:
 
 
 def _read_hashes(path: Path) -> np.ndarray:
-    raw = path.read_bytes()
-    if not raw or raw[-_BYTES:] != _checksum(raw[:-_BYTES]):
-        raise corrupt_cache_error(path)
-    return np.frombuffer(raw[:-_BYTES], dtype=f"S{_BYTES}")
+    return np.frombuffer(path.read_bytes(), dtype=f"S{_BYTES}")
 
 
 def write_hashes(folder: Path, hashes: bytes, name: str = HASHES_FILE) -> None:
-    """Keep the hashes of a folder's records beside them, and behind them their own."""
-    write_atomic(folder / name, hashes + _checksum(hashes))
-
-
-def _checksum(hashes: bytes) -> bytes:
-    return hashlib.blake2b(hashes, digest_size=_BYTES, person=b"dpdist.hashes").digest()
-
-
-# --- checksums of the cache -------------------------------------------------------------------
-
-
-_CHECKSUMS_FILE = "sums.json"
-
-
-def write_checksums(folder: Path) -> None:
-    """Bring a folder's files to the disk, and say what they hold."""
-    paths = sorted(folder.iterdir())
-    for path in paths:
-        fsync_path(path)
-    write_json(
-        folder / _CHECKSUMS_FILE,
-        {path.name: [*_size_and_mtime(path), _digest(path)] for path in paths},
-    )
-
-
-def verify_checksums(folder: Path) -> None:
-    """Raise UserError unless the files are those that were written. One whose size and time are
-    still the same is not read again."""
-    if not (folder / _CHECKSUMS_FILE).exists():
-        raise corrupt_cache_error(folder / _CHECKSUMS_FILE)
-    for name, said in read_json(folder / _CHECKSUMS_FILE).items():
-        path = folder / name
-        if not isinstance(said, list) or not path.is_file():
-            raise corrupt_cache_error(path)
-        if [*_size_and_mtime(path), said[-1]] != said and _digest(path) != said[-1]:
-            raise corrupt_cache_error(path)
-
-
-def corrupt_cache_error(path: Path) -> UserError:
-    """The complaint about a file of the cache."""
-    return UserError(f"{path}: damaged; remove {path.parent}, which is made again of your data")
-
-
-def _size_and_mtime(path: Path) -> list[int]:
-    info = os.stat(path)
-    return [info.st_size, info.st_mtime_ns]
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    """Keep the hashes of a folder's records beside them."""
+    write_atomic(folder / name, hashes)

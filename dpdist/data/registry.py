@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -20,11 +19,10 @@ import dpdist.data.synthetic as synthetic
 from dpdist.core.errors import UserError
 from dpdist.core.files import atomic_folder, atomic_replacement, make_private_folder
 from dpdist.data.dataset import Dataset
-from dpdist.data.parquet import Columns, load_split
+from dpdist.data.parquet import Columns, finish_split, load_split
 from dpdist.data.record_hashes import (
     GROUPS_FILE,
     stored_user_hashes,
-    write_checksums,
     write_hashes,
 )
 from dpdist.data.tables import split_files
@@ -239,8 +237,7 @@ def _write(
             write_hashes(aside, hashes.tobytes())
         if users is not None:
             write_hashes(aside, users.tobytes(), GROUPS_FILE)
-        (aside / "meta.json").write_text(json.dumps(meta))
-        write_checksums(aside)
+        finish_split(aside, meta)
 
 
 def fetch(name: str, root: Path, log: Callable[[str], None] = lambda line: None) -> Path:

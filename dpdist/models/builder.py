@@ -6,6 +6,7 @@ import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dpdist.core.errors import UserError
-from dpdist.core.files import check_regular_file, read_bytes, write_atomic, write_json
+from dpdist.core.files import (
+    check_regular_file,
+    error_text,
+    read_bytes,
+    write_atomic,
+    write_json,
+)
 from dpdist.models.factory_code import (
     FactoryCode,
     is_covered_module,
@@ -46,12 +53,11 @@ _GLOBAL_GENERATOR_LOCK = threading.Lock()
 _BUILDING = threading.local()  # the name of the model that this thread makes
 
 
-def build_model(spec: ModelSpec, max_parameters: int | None = None) -> nn.Module:
+def build_model(spec: ModelSpec) -> nn.Module:
     """The freshly initialized module: float32 inputs (B, *input_shape) in [0, 1] to logits (B,
     classes).
 
-    With a frozen part it is Sequential(denoiser, classifier), that part without gradients.
-    max_parameters: of its parameters, where a file of weights says how many there can be. Raises
+    With a frozen part it is Sequential(denoiser, classifier), that part without gradients. Raises
     UserError when the factory is unknown, fails, or does not give such a module.
     """
     if spec.classifier is not None and spec.denoiser is not None:
@@ -59,13 +65,13 @@ def build_model(spec: ModelSpec, max_parameters: int | None = None) -> nn.Module
             "model: a frozen denoiser and a frozen classifier: nothing is left to train"
         )
     if spec.classifier is not None:
-        network = _build_before_classifier(spec, spec.classifier, max_parameters)
+        network = _build_before_classifier(spec, spec.classifier)
     elif spec.denoiser is not None:
-        before = build_model(spec.denoiser, max_parameters).requires_grad_(False)
+        before = build_model(spec.denoiser).requires_grad_(False)
         check_denoiser(before, spec.denoiser)
-        network = _sequence(before, _build_network(spec, max_parameters))
+        network = _sequence(before, _build_network(spec))
     else:
-        network = _build_network(spec, max_parameters)
+        network = _build_network(spec)
     if spec.hidden_noise:
         attach_zero_noise(network, tuple(spec.input_shape))
     if spec.block_noise is not None:
@@ -73,16 +79,14 @@ def build_model(spec: ModelSpec, max_parameters: int | None = None) -> nn.Module
     return network
 
 
-def _build_before_classifier(
-    spec: ModelSpec, classifier: ModelSpec, max_parameters: int | None
-) -> nn.Module:
+def _build_before_classifier(spec: ModelSpec, classifier: ModelSpec) -> nn.Module:
     if spec.mean or spec.std:
         raise UserError(
             "model.mean, model.std: a denoiser works on [0, 1]; normalization belongs to its "
             "classifier"
         )
-    behind = build_model(classifier, max_parameters)
-    denoiser = _build_network(spec, max_parameters)
+    behind = build_model(classifier)
+    denoiser = _build_network(spec)
     check_denoiser(denoiser, spec)
     return _sequence(denoiser, behind.requires_grad_(False))
 
@@ -97,7 +101,7 @@ def check_denoiser(module: nn.Module, spec: ModelSpec) -> None:
         with torch.no_grad():
             shape = tuple(module(torch.zeros(1, *spec.input_shape)).shape[1:])
     except Exception as error:  # whatever a user's module does
-        raise UserError(f"denoiser {spec.name!r} fails: {_first_line(error)}") from error
+        raise UserError(f"denoiser {spec.name!r} fails: {error_text(error)}") from error
     if shape != tuple(spec.input_shape):
         raise UserError(
             f"denoiser {spec.name!r} gives {shape} for inputs of shape {tuple(spec.input_shape)}: "
@@ -105,53 +109,28 @@ def check_denoiser(module: nn.Module, spec: ModelSpec) -> None:
         )
 
 
-_MOST_PARAMETERS = 2**33
-_MOST_SIZE = 2**16  # of a width, a depth, ...
-_MOST_TOKENS = 2**20  # of a vocabulary, a number in it, and positions
-_MOST_LAYERS = 512  # one after the other: each takes hundredths of a second to make
-_DEPTH_OPTIONS = ("depth", "layers", "n_layer", "n_layers", "num_layers", "num_hidden_layers")
-_TOKEN_OPTION_WORDS = ("vocab", "token_id", "position")
+class _Within(TorchFunctionMode):
+    """Raise UserError before a model takes more memory than its file of weights could fill.
 
+    most: bytes of the file, of which each number takes one at least.
+    """
 
-class _SkipInitialization(TorchFunctionMode):
-    """Initial weights are not drawn: without memory some of it loads torch's compiler, a second of
-    processor time in every process."""
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most, self._made = most, 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         named = kwargs or {}
-        if getattr(func, "__module__", "") == "torch.nn.init":
-            return named.get("tensor", *args[:1])
+        if func is torch.empty:  # which torch makes parameters of
+            self._made += func(*args, **{**named, "device": "meta"}).numel()
+            if self._made > self._most:
+                raise UserError(
+                    f"model.options: {self._made:,} parameters, more than {self._most:,} bytes of "
+                    "weights can hold"
+                )
         return func(*args, **named)
-
-
-def _check_size(
-    spec: ModelSpec, factory: Callable[..., nn.Module], max_parameters: int | None
-) -> None:
-    """Raise UserError for a network of the zoo that no memory would hold, before making it."""
-    values = list(spec.options.items())
-    while values:
-        name, value = values.pop()
-        values += value.items() if isinstance(value, dict) else ()
-        values += [(name, each) for each in value] if isinstance(value, list | tuple) else []
-        most = (
-            _MOST_TOKENS if any(word in str(name) for word in _TOKEN_OPTION_WORDS) else _MOST_SIZE
-        )
-        most = _MOST_LAYERS if name in _DEPTH_OPTIONS else most
-        if isinstance(value, int) and abs(value) > most:
-            raise UserError(f"model.options: {name}: sizes must be <= {most:,}, got {value}")
-    # Shapes alone, no memory.
-    with torch.device("meta"), _SkipInitialization(), torch.random.fork_rng(devices=[]):
-        sketch = factory(tuple(spec.input_shape), spec.classes, **spec.options)
-    numbers = sum(parameter.numel() for parameter in sketch.parameters())
-    if numbers > _MOST_PARAMETERS:
-        raise UserError(f"model.options: {numbers:,} parameters, at most {_MOST_PARAMETERS:,}")
-    if max_parameters is not None and numbers > max_parameters:
-        raise UserError(
-            f"model.options: {numbers:,} parameters, more than {max_parameters:,} bytes of weights "
-            "can hold"
-        )
 
 
 def _factory(name: str) -> Callable[..., Any]:
@@ -231,16 +210,14 @@ def _refuses_call(factory: Callable[..., Any], spec: ModelSpec) -> bool:
     return False
 
 
-def _build_network(spec: ModelSpec, max_parameters: int | None = None) -> nn.Module:
+def _build_network(spec: ModelSpec) -> nn.Module:
     factory = _factory(spec.name)
     try:
-        if spec.name in named_networks():
-            _check_size(spec, factory, max_parameters)
         network: nn.Module = _called(factory, spec)
     except UserError:
         raise
     except Exception as error:  # whatever a user's factory does
-        reason = f"{type(error).__name__}: {_first_line(error)}"
+        reason = f"{type(error).__name__}: {error_text(error)}"
         refused = f"model {spec.name!r} cannot be built: {reason}"
         if spec.name in named_networks() or not _refuses_call(factory, spec):
             raise UserError(refused) from error
@@ -291,7 +268,7 @@ def check_outputs(module: nn.Module, spec: ModelSpec, *, may_draw: bool = False)
         try:
             outputs = signature.outputs(module, signature.zeros(2)) if signature else module(inputs)
         except Exception as error:  # whatever a user's module does
-            reason = f"{type(error).__name__}: {_first_line(error)}"
+            reason = f"{type(error).__name__}: {error_text(error)}"
             read = f"of shape {tuple(inputs.shape)}" if signature is None else str(signature)
             raise UserError(f"model {spec.name!r} fails on inputs {read}: {reason}") from error
         drew = not torch.equal(before, torch.get_rng_state())
@@ -348,11 +325,7 @@ def load_weights(module: nn.Module, folder: Path, part: str | None = None) -> No
             tensors = {n.removeprefix(begin): v for n, v in tensors.items() if n.startswith(begin)}
         module.load_state_dict(tensors)
     except (RuntimeError, ValueError, KeyError, SafetensorError) as error:
-        raise UserError(f"{path}: does not fit the model: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{path}: does not fit the model: {error_text(error)}") from error
 
 
 def save(module: nn.Module, spec: ModelSpec, folder: Path) -> None:
@@ -393,10 +366,10 @@ def _load_with_spec(folder: Path, trusted_factory: str | None) -> tuple[nn.Modul
     check_trusted(spec, trusted_factory, folder)
     read_factory_code(folder).check(folder)
     check_views(spec)
-    weights = Path(folder) / "model.safetensors"
-    # A parameter has a byte at least: what the file cannot fill is not made first.
-    module = build_model(
-        spec, None if is_base_model(Path(folder)) else check_regular_file(weights).stat().st_size
-    )
+    limit: AbstractContextManager[Any] = nullcontext()
+    if not (spec.user_factories or is_base_model(Path(folder))):
+        limit = _Within(check_regular_file(Path(folder) / "model.safetensors").stat().st_size)
+    with limit:
+        module = build_model(spec)
     load_weights(module, folder)
     return module.eval(), spec

@@ -73,6 +73,12 @@ for _kind in (torch.jit._script.RecursiveScriptModule, torch.jit._trace.TopLevel
 # --- language models ---------------------------------------------------------------------------
 
 
+def is_causal(model: nn.Module) -> bool:
+    """Return whether a model of `transformers` has a head of next tokens."""
+    names = [kind.__name__ for kind in type(model).__mro__]
+    return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
+
+
 class NextTokenLogits(nn.Module):
     """Token numbers (B, T), below 0 behind a document's end, to logits (B, T, tokens).
 
@@ -94,9 +100,7 @@ class NextTokenLogits(nn.Module):
         """Return the wrapped model; None for one that is not of `transformers` and causal."""
         inner: Any = network
         inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
-        names = [kind.__name__ for kind in type(inner).__mro__]
-        causal = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
-        return cls(network) if causal else None
+        return cls(network) if is_causal(inner) else None
 
     @staticmethod
     def rows(fields: Any, most: int) -> Tensor | None:

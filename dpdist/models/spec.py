@@ -77,13 +77,6 @@ def check_name(name: str) -> None:
     if ":" not in name and name not in named_networks():
         known = ", ".join(sorted(named_networks()))
         raise UserError(f"model.name: unknown {name!r}; one of {known}, or package.module:factory")
-    if name.startswith("torchvision."):
-        architecture = name.partition(":")[2]
-        raise UserError(
-            f"model.name: must be a factory of input shape and classes, got {name!r}, which would "
-            "take the shape for a request of weights; use model: {name: torchvision, options: "
-            f"{{architecture: {architecture}}}}}"
-        )
     if name.partition(":")[0] == "__main__":
         raise UserError(
             f"model.name: must be importable in every worker, got {name!r}: there __main__ is "

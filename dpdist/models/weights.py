@@ -12,7 +12,7 @@ import copy
 import hashlib
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from dpdist.core.errors import UserError
 from dpdist.core.files import check_regular_file, error_text
+from dpdist.models.outputs import is_causal
 
 # Under which keys training scripts keep the state dict of the model beside other things.
 _INSIDE = ("state_dict", "model_state_dict", "model", "net", "params", "weights")
@@ -126,32 +127,6 @@ def _unwrapped(tensors: dict[str, Tensor], own: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def require_drawn_nowhere(network: nn.Module, build: Callable[[], nn.Module], name: str) -> None:
-    """Raise UserError for a network with random weights, which nobody means to certify.
-
-    It is made once more, under another seed: a factory that loads its weights makes the same ones.
-
-    Args:
-        network: as `build` made it before.
-        build: makes it again.
-        name: of the factory, for the complaint.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.seed()  # no seed that the caller may have set
-        again = build().state_dict()
-    drawn = [
-        key for key, one in network.state_dict().items()
-        if not bool(((one == again[key]) | (one != one)).all())  # NaN is for others to refuse
-    ]  # fmt: skip
-    if drawn:
-        raise UserError(
-            f"--weights: must be given: made twice, {name} has other numbers in {drawn[0]}"
-            f"{', ...' if len(drawn) > 1 else ''}, so its weights are random. Give the file of "
-            "trained ones (in Python: the trained module itself, or a factory that loads them)",
-            see="how-to/certify-any-model.md#by-command",
-        )
-
-
 def file_digest(path: Path) -> str:
     """Return the SHA-256 sum of a file, as `sha256sum` prints it."""
     with check_regular_file(path).open("rb") as file:
@@ -245,7 +220,7 @@ class Adapter:
         config.inference_mode = True
         if not hasattr(holder, "get_base_model"):
             kept = {f"{_OF_PEFT}{name}": tensor for name, tensor in kept.items()}
-            config.task_type = "CAUSAL_LM" if _is_causal(holder) else None
+            config.task_type = "CAUSAL_LM" if is_causal(holder) else None
         tensors = {name: t.detach().cpu().clone().contiguous() for name, t in kept.items()}
         return cls(
             config, tensors, next((n for n, p in trained if p.data_ptr() not in places), None)
@@ -269,9 +244,3 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enable_adapters(True)
-
-
-def _is_causal(model: nn.Module) -> bool:
-    """Return whether a model of `transformers` has a head of next tokens."""
-    names = [kind.__name__ for kind in type(model).__mro__]
-    return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)

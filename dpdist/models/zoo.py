@@ -13,7 +13,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,27 +76,10 @@ class NormalizedNetwork(nn.Module):
 
 
 def flat_size(features: nn.Sequential, input_shape: Sequence[int]) -> int:
-    """How many numbers leave convolutions and pools, by their settings: to run them where they have
-    no memory loads torch's compiler, a second of processor time in every process. Raises ValueError
-    for inputs that are too small for them."""
-    width, sides = input_shape[0], list(input_shape[1:])
-    for layer in features:
-        if isinstance(layer, nn.Conv2d):
-            width = layer.out_channels
-        elif not isinstance(layer, nn.MaxPool2d):
-            continue  # activations keep the shape
-        settings = (
-            _height_and_width(getattr(layer, n)) for n in ("kernel_size", "stride", "padding")
-        )
-        sides = [(x + 2 * p - k) // s + 1 for x, k, s, p in zip(sides, *settings, strict=True)]
-        if min(sides) < 1:
-            raise ValueError(f"inputs of shape {tuple(input_shape)} are too small for its layers")
-    return width * math.prod(sides)
-
-
-def _height_and_width(setting: Any) -> tuple[int, int]:
-    """Return height and width."""
-    return setting if isinstance(setting, tuple) else (setting, setting)
+    """Return how many numbers leave convolutions and pools. Raises RuntimeError for inputs that are
+    too small for them."""
+    with torch.no_grad():
+        return features(torch.zeros(1, *input_shape)).numel()  # type: ignore[no-any-return]
 
 
 def linear(input_shape: Sequence[int], classes: int) -> nn.Module:

@@ -355,23 +355,6 @@ class Archive:
                 raise UserError(_claimed_message(store))
 
     @classmethod
-    def check_writable(cls, folder: RunFolder, url: str | None) -> None:
-        """Check that a run that is not archived yet could be archived at this address.
-
-        Raises:
-            ClusterError: nothing can be written there: a mistyped address, or missing rights.
-        """
-        if url is not None and not folder.archive.exists():
-            store, probe = ObjectStore(url), f"probe-{secrets.token_hex(8)}"
-            try:
-                store.put(probe, b"")
-                store.delete(probe)
-            except ClusterError as error:
-                raise ClusterError(
-                    f"resources.archive: nothing can be written there: {error}"
-                ) from error
-
-    @classmethod
     def claim(cls, folder: RunFolder, url: str | None, private: bool) -> Archive | None:
         """The archive of a run at its start; None when none is asked for.
 
@@ -400,8 +383,8 @@ class Archive:
         archive = cls(folder, _read_archive_record(folder))
         try:
             archive._take_ownership()
-        except ClusterError:
-            if not bound:  # a mistyped address: nothing was sent, and the run is free of it
+        except (ClusterError, UserError):
+            if not bound:  # nothing was sent: the run is free of it, and of two both give way
                 with suppress(ClusterError):
                     archive.store.delete(f"claims/{archive._claim}")
                 folder.archive.unlink()
@@ -410,23 +393,15 @@ class Archive:
 
     def _take_ownership(self) -> None:
         """Make the claim, or see that it is still the highest."""
-        claims = self.store.list_names("claims")
-        if not claims:
+        if not self.store.list_names("claims"):
             self.store.put(f"claims/{self._claim}", json.dumps({"run": self.folder.name}).encode())
-        try:
-            self._check_claim()
-            if self.private and self.store.is_public(f"claims/{self._claim}"):
-                raise UserError(
-                    f"{self.store.url}: can be read without credentials; private state holds the "
-                    "run key, which removes the noise. Close the bucket, or leave archive_private "
-                    "out",
-                    see="how-to/cluster.md#an-archive-in-an-object-store",
-                )
-        except UserError:
-            if not claims:  # nothing was sent yet; of two that began at once, both give way
-                self.store.delete(f"claims/{self._claim}")
-                self.folder.archive.unlink()
-            raise
+        self._check_claim()
+        if self.private and self.store.is_public(f"claims/{self._claim}"):
+            raise UserError(
+                f"{self.store.url}: can be read without credentials; private state holds the run "
+                "key, which removes the noise. Close the bucket, or leave archive_private out",
+                see="how-to/cluster.md#an-archive-in-an-object-store",
+            )
 
     def _check_claim(self) -> None:
         claims = self.store.list_names("claims")

@@ -16,9 +16,7 @@ ledger may reach further, and never less far.
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -497,48 +495,12 @@ def open_run(name: str, runs: Path) -> RunFolder:
             folder.check_format()
             return folder
     if given.exists():
-        raise UserError(f"{name}: must be a run folder, got {_described(given)}")
+        raise UserError(
+            f"{name}: must be a run folder, has no run.json; `dpdist import` makes a run of a "
+            "model that was trained elsewhere"
+        )
     factory = "; a factory is given as --model" if ":" in name else ""
     raise UserError(f"{name}: no such run under {runs}/{factory}")
-
-
-_WEIGHTS = (".pt", ".pth", ".safetensors", ".ckpt", ".bin")
-_IMPORT = "dpdist import NAME --model package.module:factory --weights {} --data TEST_INPUTS"
-
-
-def _described(path: Path) -> str:
-    """Say what lies at a path that is no run, and what to do with it."""
-    if path.is_file():
-        if path.suffix in _WEIGHTS:
-            return f"a file of weights; make a run of it: {_IMPORT.format(path)}"
-        return "a file; `dpdist import` makes a run of a model that was trained elsewhere"
-    names = sorted(each.name for each in path.iterdir())
-    weights = [each for each in names if Path(each).suffix in _WEIGHTS]
-    if "model.json" in names and "model.safetensors" in names:
-        return (
-            "a model folder without its run; name the run folder around it, or its release "
-            "(`dpdist release RUN`)"
-        )
-    if (path / "release").is_dir():
-        return f"a folder with a release; name {path / 'release'}"
-    if weights:
-        return (
-            f"a folder with weights ({', '.join(weights[:3])}); make a run of them: "
-            f"{_IMPORT.format(path / weights[0])}"
-        )
-    if any(name.endswith(".parquet") for name in names) or any(_pictures(path)):
-        return (
-            "a folder of data; give it as --data beside --model and --weights, or train on it "
-            f"(`dpdist init {path}`)"
-        )
-    shown = ", ".join(names[:5]) or "nothing"
-    return f"a folder with {shown} and no run.json; `dpdist recipes` lists what to run"
-
-
-def _pictures(path: Path) -> Iterator[Path]:
-    """Some pictures up to two folders below."""
-    found = itertools.chain(path.glob("*/*.png"), path.glob("*/*.jp*g"), path.glob("*/*/*.png"))
-    return itertools.islice(found, 1)
 
 
 def _is_run_folder(path: Path) -> bool:

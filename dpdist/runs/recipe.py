@@ -11,7 +11,6 @@ import copy
 import difflib
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -508,24 +507,37 @@ def load_recipe(path: Path, changes: Mapping[str, Any] | None = None) -> Recipe:
             f"{path}: a recipe is a mapping of keys to values, got {type(raw).__name__}"
         )
     raw.setdefault("name", path.stem)
-    moved = dict[str, str]()
     folder = path.absolute().parent
     if {RECIPES_FOLDER.resolve(), PAPERS_FOLDER} & {
         folder.resolve(),
         folder.resolve().parent.parent,
     }:
         folder = Path.cwd()  # nobody keeps data beside the code
-    found = _anchor_paths(raw, [Recipe, ScriptedRecipe], folder, "", moved)
-    for changed in changes or ():
-        for key in [each for each in moved if f"{each}.".startswith(f"{changed}.")]:
-            del moved[key]
-    if moved:
-        raise UserError("\n".join(f"{path}: {key}: {line}" for key, line in moved.items()))
+    if not {"privacy", "privacy.budget"} & (changes or {}).keys():
+        _check_budget_place(raw, folder, path)
+    found = _anchor_paths(raw, [Recipe, ScriptedRecipe], folder)
     return parse_recipe(_apply_changes(found, changes), str(path))
 
 
+def _check_budget_place(raw: Mapping[str, Any], folder: Path, context: Path) -> None:
+    """Raise UserError for a budget that the current directory has, and not the recipe's folder.
+
+    Another one would begin there, and the first be forgotten.
+    """
+    privacy = raw.get("privacy")
+    budget = privacy.get("budget") if isinstance(privacy, dict) else None
+    if not isinstance(budget, str):
+        return
+    here, beside = (Path(_anchored(budget, place)) for place in (Path.cwd(), folder))
+    if here.exists() and not (beside.exists() and here.samefile(beside)):
+        raise UserError(
+            f"{context}: privacy.budget: must be an absolute path, got {quoted(budget)}, which is "
+            f"{beside}, and {here} is another: else a ceiling could begin anew"
+        )
+
+
 def _anchor_paths(
-    value: Any, sections: Sequence[type[BaseModel]], folder: Path, where: str, moved: dict[str, str]
+    value: Any, sections: Sequence[type[BaseModel]], folder: Path, where: str = ""
 ) -> Any:
     """Return a section's plain data with relative paths made absolute, beginning at `folder`.
 
@@ -534,12 +546,9 @@ def _anchor_paths(
         sections: those that it may be.
         folder: of the recipe's file.
         where: its dotted key; empty for the recipe.
-        moved: takes a complaint, by dotted key, of each path that lies in the current directory
-            instead, where relative paths began before, and of a budget that lies in both: another
-            would begin, and the first be forgotten.
     """
     if isinstance(value, list):
-        return [_anchor_paths(each, sections, folder, where, moved) for each in value]
+        return [_anchor_paths(each, sections, folder, where) for each in value]
     if not isinstance(value, dict) or not sections:
         return value
     found = {}
@@ -552,9 +561,9 @@ def _anchor_paths(
         # A folder stands for its section, and a file of counts for the counts.
         short = key == "class_counts" or any(issubclass(each, PretrainedRecipe) for each in nested)
         if any(_takes_path(kind, inner) for kind in kinds) or (short and isinstance(inner, str)):
-            found[key] = _anchored(inner, folder, dotted, moved)
+            found[key] = _anchored(inner, folder)
         else:
-            found[key] = _anchor_paths(inner, nested, folder, dotted, moved)
+            found[key] = _anchor_paths(inner, nested, folder, dotted)
     return found
 
 
@@ -576,30 +585,12 @@ def _takes_path(annotation: Any, value: object) -> bool:
     return annotation is Path or any(_takes_path(part, value) for part in parts)
 
 
-def _anchored(value: str, folder: Path, key: str, moved: dict[str, str]) -> str:
+def _anchored(value: str, folder: Path) -> str:
     """Return a path that begins at `folder`; what no file system could hold is left as it is."""
     try:
-        given = validate_path(value)
+        return str(folder / validate_path(value))
     except UserError:  # refused where the field is checked
         return value
-    beside = folder / given
-    with suppress(OSError):  # a folder that may not be read says nothing
-        here = Path.cwd() / given
-        if given.is_absolute() or not here.exists():
-            return str(beside)
-        if not beside.exists():
-            right = os.path.relpath(here.resolve(), folder.resolve())
-            moved[key] = (
-                f"must be relative to the recipe's folder, where it is {quoted(right)}, got "
-                f"{quoted(value)}, which only {Path.cwd()} has; or make the folder beside the "
-                "recipe first, for a new one"
-            )
-        elif key == "privacy.budget" and not here.samefile(beside):
-            moved[key] = (
-                f"must be an absolute path, got {quoted(value)}, which is both {beside} and "
-                f"{here}: else a ceiling could begin anew; give the one that was charged"
-            )
-    return str(beside)
 
 
 def resolve_recipe(

@@ -18,6 +18,7 @@ from dpdist import models
 from dpdist.certification import job, table
 from dpdist.certification.cohen import Cohen
 from dpdist.cluster.executor import use_executor
+from dpdist.cluster.work import ChunkJob
 from dpdist.core.errors import UserError
 
 FakeData = partial(Data, count=12)
@@ -86,12 +87,12 @@ def test_order_changes_no_byte(reference: Path, model_folder: Path, tmp_path: Pa
     chunk_counts = []
 
     class Shuffled(TestExecutor):
-        def run_chunks(self, make_worker, shared, chunks, on_result, settings=None):  # type: ignore[no-untyped-def]
-            chunks = list(chunks)
+        def run_chunks(self, job: ChunkJob) -> None:
+            chunks = list(job.chunks)
             order = np.random.default_rng(3).permutation(len(chunks))
             mixed = [replace(chunks[i], priority=float(place)) for place, i in enumerate(order)]
             chunk_counts.append(len(mixed))
-            super().run_chunks(make_worker, shared, mixed, on_result, settings)
+            super().run_chunks(replace(job, chunks=mixed))
 
     with use_executor(Shuffled()):
         certificates.certify(
@@ -107,8 +108,8 @@ def test_a_slow_worker_is_not_taken_for_a_hanging_one(
     seen = []
 
     class Idle(TestExecutor):
-        def run_chunks(self, *arguments):  # type: ignore[no-untyped-def]
-            seen.append(arguments[-1])
+        def run_chunks(self, job: ChunkJob) -> None:
+            seen.append(job.settings)
 
     settings = with_changes(SETTINGS, n=100_000, mode="target-radius", radii=(0.25,))
     for _ in range(2):  # the second call reads the stored rate

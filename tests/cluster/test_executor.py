@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,7 +34,7 @@ from dpdist.cluster.executor import (
     open_executor,
 )
 from dpdist.cluster.session import Session
-from dpdist.cluster.work import Chunk, PoolSettings, TrialPass, WorkerGroup, WorkerPlace
+from dpdist.cluster.work import Chunk, ChunkJob, PoolSettings, TrialPass, WorkerGroup, WorkerPlace
 from dpdist.core.errors import ClusterError, DiskFullError, UserError
 from dpdist.privacy.ledger import LedgerError
 from dpdist.runs.folder import RunFolder
@@ -54,10 +55,9 @@ def chunks(count: int) -> list[Chunk]:
 def done_by(executor: Executor, work: Any = None, **settings: Any) -> list[tuple[str, Any]]:
     """Keys and results in the order in which they came."""
     found: list[tuple[str, Any]] = []
-    executor.run_chunks(
-        doubler, 2, chunks(5) if work is None else work, lambda *one: found.append(one),
-        PoolSettings(**settings),
-    )  # fmt: skip
+    work = chunks(5) if work is None else work
+    pool = PoolSettings(**settings)
+    executor.run_chunks(ChunkJob(doubler, 2, work, lambda *one: found.append(one), pool))
     return found
 
 
@@ -74,10 +74,10 @@ class Remote(LocalExecutor):
     def check_nodes(self, *asked: Any) -> None:
         self.checked.append(asked)
 
-    def run_chunks(self, make_worker: Any, shared: Any, chunks: Any, on_result: Any, settings: Any = None) -> None:  # fmt: skip  # noqa: E501
-        chunks = list(chunks)
+    def run_chunks(self, job: ChunkJob) -> None:
+        chunks = list(job.chunks)
         self.chunks += [chunk.key for chunk in chunks]
-        super().run_chunks(make_worker, shared, chunks, on_result, settings)
+        super().run_chunks(replace(job, chunks=chunks))
 
 
 @pytest.fixture
@@ -117,12 +117,11 @@ def test_shuffled_answers_come_from_several_workers_in_another_order():
         made.append(shared)
         return lambda payload: payload
 
-    LocalExecutor(shuffle=True).run_chunks(
-        make_worker, 7, chunks(5), lambda *_: None, PoolSettings(actors=3)
-    )
+    job = ChunkJob(make_worker, 7, chunks(5), lambda *_: None, PoolSettings(actors=3))
+    LocalExecutor(shuffle=True).run_chunks(job)
     assert made == [7, 7, 7]
     made.clear()
-    LocalExecutor().run_chunks(make_worker, 7, chunks(5), lambda *_: None, PoolSettings(actors=3))
+    LocalExecutor().run_chunks(job)
     assert made == [7]
 
 
@@ -137,7 +136,8 @@ def test_threads_of_torch_are_as_they_were(tmp_path):
     try:
         torch.set_num_threads(3)
         found: list[int] = []
-        LocalExecutor().run_chunks(single, None, chunks(1), lambda key, it: found.append(it))
+        job = ChunkJob(single, None, chunks(1), lambda key, it: found.append(it))
+        LocalExecutor().run_chunks(job)
         assert found == [1] and torch.get_num_threads() == 3
         LocalExecutor().run_once(single, None, "failed")
         assert torch.get_num_threads() == 3
@@ -161,7 +161,8 @@ def test_work_computes_as_in_a_new_process(tmp_path):
 
     def found() -> list[Any]:
         seen = [LocalExecutor().run_once(now, None, "failed")]
-        LocalExecutor().run_chunks(lambda _: now, None, chunks(1), lambda key, it: seen.append(it))
+        job = ChunkJob(lambda _: now, None, chunks(1), lambda key, it: seen.append(it))
+        LocalExecutor().run_chunks(job)
         LocalExecutor().run_workers(group_of(lambda *_: seen.append(now()), tmp_path))
         return seen
 

@@ -121,7 +121,7 @@ def test_following_shows_each_part_once_and_outlives_a_lost_tunnel(server):
     said: list[str] = []
     ended = JobClient(server.address).follow("run-1", said.append)
     assert "".join(said) == "".join(PARTS)
-    assert ended.done and ended.state == "SUCCEEDED" and ended.metadata == {"run": "my"}
+    assert ended.status == "SUCCEEDED" and ended.metadata == {"run": "my"}
 
 
 @pytest.mark.slow
@@ -139,7 +139,7 @@ def test_submit_list_and_stop(server):
     assert server.submitted[0]["entrypoint"] == "dpdist run digits"
     assert server.submitted[0]["submission_id"] == "run-1"
     assert server.submitted[0]["metadata"] == {"run": "digits"}
-    assert [job.name for job in jobs.list_jobs()] == ["run-1"]
+    assert [job.submission_id for job in jobs.list_jobs()] == ["run-1"]
     assert jobs.stop("run-1") and server.stopped == ["/api/jobs/run-1/stop"]
     with pytest.raises(ClusterError, match="none: no such job"):
         jobs.stop("none")

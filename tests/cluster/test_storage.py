@@ -250,7 +250,6 @@ def test_a_killed_training_s_folder_goes_with_the_next_one(tmp_path, monkeypatch
 
 
 def test_in_a_local_session_it_goes_with_the_session(tmp_path, monkeypatch):
-    """So that its reaper removes it, a second after `kill -9`."""
     (session := tmp_path / "session").mkdir()
     monkeypatch.setenv(SESSION_FOLDER, str(session))
     with temporary_folder(TRAINING_FOLDER) as folder:

@@ -69,7 +69,7 @@ POOL = """
 import os, sys, time
 import ray
 from dpdist.cluster.actor_pool import run_chunks
-from dpdist.cluster.work import Chunk
+from dpdist.cluster.work import Chunk, ChunkJob
 
 ray.init(address=sys.argv[1], configure_logging=False, log_to_driver=False)
 
@@ -92,7 +92,7 @@ def on_result(key, pid):
         print("begun", flush=True)
     pids.add(pid)
 
-run_chunks(factory, None, stream(), on_result)
+run_chunks(ChunkJob(factory, None, stream(), on_result))
 print(len(pids), flush=True)
 """
 RECIPE = {
