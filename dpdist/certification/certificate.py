@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, final
 
 import numpy as np
@@ -249,6 +249,10 @@ class Certificate(Section):
         def noise(self) -> str:
             """Its name in the keys of random units."""
 
+        @property
+        def norm(self) -> str:
+            """Return the norm of the radii."""
+
     # settings on which no result depends
     result_free_fields: ClassVar[frozenset[str]] = frozenset()
     default_batch: ClassVar[int] = 500
@@ -411,9 +415,8 @@ class Certificate(Section):
             return {"spending": cls.spending, "looks": 1, "target": None}
         return {"spending": cls.spending, "histogram": None}
 
-    @abstractmethod
     def table_row(self, index: int, label: int, verdict: Any, sampler: Any) -> dict[str, Any]:
-        """Return the row of an input, a dict of values by column.
+        """Return the row of an input, a dict of values by column: its verdict and the settings.
 
         Args:
             index: position of the input in the data.
@@ -421,6 +424,16 @@ class Certificate(Section):
             verdict: a result of `decide`.
             sampler: the result of `build_sampler`.
         """
+        named = ("n0", "alpha", "norm", "noise", "spending")
+        return {
+            **asdict(verdict),
+            **{name: getattr(self, name) for name in named},
+            "index": index,
+            "label": label,
+            "sigma": sampler.sigma if self.sigma is None else self.sigma,
+            "mode": self.mode_name(),
+            "cap": self.n,
+        }
 
     @classmethod
     @abstractmethod
@@ -506,26 +519,17 @@ class Certificate(Section):
         return None
 
     @classmethod
-    def recertify(
-        cls, table: pa.Table, alpha: float
-    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Return the rows of a table at a different error probability, without new draws.
+    def recertify(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+        """Return the columns of a table at a different error probability, without new draws.
 
         Args:
             table: the table of certificates.
             alpha: the new error probability, chosen without the counts.
 
         Returns:
-            A pair: a list of rows (dicts by column), and a dict of what the table's record notes
-            next to ``rebound_alpha`` (empty by default).
+            A dict from column to array (N,), as `recompute_columns` returns it.
         """
-        made = {
-            name: column.tolist() for name, column in cls.recompute_columns(table, alpha).items()
-        }
-        return [
-            row | {name: column[place] for name, column in made.items()} | {"alpha": alpha}
-            for place, row in enumerate(table.to_pylist())
-        ], {}
+        return cls.recompute_columns(table, alpha)
 
     @classmethod
     def recreate(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -22,7 +22,6 @@ from pydantic import Field, ValidationError
 
 from dpdist.certification import score_bounds
 from dpdist.certification.certificate import (
-    NO_SPENDING,
     Certificate,
     PartialCounts,
     Verdict,
@@ -215,11 +214,18 @@ class ExpectedScores(HiddenNoiseCertificate):
             (float, input units of `norm`; 0 if it abstains), `sizes` (dict of float by column, such
             as "exact_l2"), and the bounds and sums that they follow from.
         """
-        sums, squares = total_counts(partials, "sums"), total_counts(partials, "squares")
-        histogram, selected = total_counts(partials, "histogram", self.n), selected_class(partials)
-        return certify_scores(
-            sums, squares, histogram, selected, self, sampler.sigma, sampler.sensitivity
-        )
+        names = ("sums", "squares", *self.binned_fields)
+        counts = {name: total_counts(partials, name) for name in names}
+        counts["histogram"] = total_counts(partials, "histogram", self.n)
+        selected = selected_class(partials)
+        return self.certify_counts(counts, selected, sampler.sigma, sampler.sensitivity)
+
+    def certify_counts(
+        self, counts: Mapping[str, Any], selected: int, scale: float, norms: Sensitivity
+    ) -> ScoreVerdict:
+        """Return all certificates of one input, from its counts by name."""
+        sums, squares, votes = (np.asarray(counts[n]) for n in ("sums", "squares", "histogram"))
+        return certify_scores(sums, squares, votes, selected, self, scale, norms)
 
     def verdict_for_classifier(
         self, predicts_by_vote: bool, verdict: ScoreVerdict, sampler: ScoreSampler
@@ -240,11 +246,9 @@ class ExpectedScores(HiddenNoiseCertificate):
             return verdict
         if predicts_by_vote:
             return verdict.vote_verdict(self)
-        known = (verdict.sums, verdict.squares, verdict.histogram)
-        sums, squares, histogram = (np.array(found) for found in known)
         settings = self.model_copy(update={"bound": "hoeffding"})
-        return certify_scores(
-            sums, squares, histogram, verdict.selected, settings, sampler.sigma, sampler.sensitivity
+        return settings.certify_counts(
+            vars(verdict), verdict.selected, sampler.sigma, sampler.sensitivity
         )
 
     def name_parts(self) -> list[str]:
@@ -260,7 +264,8 @@ class ExpectedScores(HiddenNoiseCertificate):
 
         Arguments are those of `Certificate.table_row`.
         """
-        return table_row(index, label, verdict, self, sampler.sigma)
+        found = super().table_row(index, label, verdict, sampler)
+        return {**found.pop("sizes"), **found.pop("more"), **found, "bound": self.bound}
 
     @classmethod
     def table_schema(cls) -> pa.Schema:
@@ -382,14 +387,18 @@ class ExpectedScores(HiddenNoiseCertificate):
         return (*found, printed)
 
     @classmethod
-    def recertify(
-        cls, table: pa.Table, alpha: float
-    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Return the rows at a different error, a pair as `Certificate.recertify` returns it.
+    def recertify(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+        """Return the columns at a different error, to the bit those of a new certification.
 
-        The dict notes {"rebound_bound": None}: the bound stays.
+        Arguments are those of `Certificate.recertify`.
         """
-        return recertify_rows(table, alpha), {"rebound_bound": None}
+        settings, norms = read_table_settings(cls, table, alpha), read_sensitivity(table)
+        made = []
+        for row in table.to_pylist():
+            verdict = settings.certify_counts(row, row["selected"], row["sigma"], norms)
+            names = ("prediction", "p_lower", "p_upper", "radius")
+            made.append({**verdict.sizes, **{name: getattr(verdict, name) for name in names}})
+        return {name: np.array([each[name] for each in made]) for name in made[0]}
 
     @classmethod
     def recreate(
@@ -446,40 +455,30 @@ class BettingScores(ExpectedScores):
     mode: ClassVar[str] = "betting"
     binned_fields: ClassVar[tuple[str, ...]] = ("bins", "excess")  # of `betting.binned`
 
-    def decide(self, partials: Sequence[PartialCounts], sampler: ScoreSampler) -> ScoreVerdict:
-        sums, squares = total_counts(partials, "sums"), total_counts(partials, "squares")
-        bins = {name: total_counts(partials, name) for name in self.binned_fields}
-        histogram, selected = total_counts(partials, "histogram", self.n), selected_class(partials)
-        bounds = self.betting_bounds(bins, selected)
-        found = certify_scores(
-            sums, squares, histogram, selected, self, sampler.sigma, sampler.sensitivity, bounds
-        )
-        found.more.update({name: tuple(each.tolist()) for name, each in bins.items()})
-        return found
-
-    def betting_bounds(self, bins: Mapping[str, Any], selected: int) -> ScoreBounds:
-        """Return the bounds from the bins of all classes, one after the other."""
-        counts, excess = (
-            np.reshape(bins[name], (-1, score_bounds.NUM_BINS)) for name in self.binned_fields
+    def certify_counts(
+        self, counts: Mapping[str, Any], selected: int, scale: float, norms: Sensitivity
+    ) -> ScoreVerdict:
+        """Return all certificates of one input, from its counts with the bins of all classes."""
+        bins, excess = (
+            np.reshape(counts[name], (-1, score_bounds.NUM_BINS)) for name in self.binned_fields
         )
         if self.one_sided:
-            return score_bounds.score_bounds_betting_one_sided(
-                counts, excess, selected, 1 - self.alpha
+            bounds = score_bounds.score_bounds_betting_one_sided(
+                bins, excess, selected, 1 - self.alpha
             )
-        return score_bounds.score_bounds_betting(counts, excess, 1 - self.alpha)
+        else:
+            bounds = score_bounds.score_bounds_betting(bins, excess, 1 - self.alpha)
+        sums, squares, votes = (np.asarray(counts[n]) for n in ("sums", "squares", "histogram"))
+        found = certify_scores(sums, squares, votes, selected, self, scale, norms, bounds)
+        kept = {name: tuple(np.asarray(counts[name]).tolist()) for name in self.binned_fields}
+        found.more.update(kept, one_sided=self.one_sided)
+        return found
 
     def name_parts(self) -> list[str]:
         sides = ["one-sided"] if self.one_sided else []
         return [self.mode, *sides, self.norm, f"n-{self.n}", f"eta-{1 - self.alpha:g}"]
 
     sampled_columns: ClassVar[frozenset[str]] = frozenset({"histogram", "squares"})
-
-    def table_row(
-        self, index: int, label: int, verdict: ScoreVerdict, sampler: ScoreSampler
-    ) -> dict[str, Any]:
-        """Return also whether one class alone was bounded."""
-        found = super().table_row(index, label, verdict, sampler)
-        return found | {"one_sided": self.one_sided}
 
     @classmethod
     def table_schema(cls) -> pa.Schema:
@@ -545,23 +544,6 @@ class BettingScores(ExpectedScores):
         return {**made, "p_lower": p_a, "p_upper": p_b}
 
     @classmethod
-    def recertify(
-        cls, table: pa.Table, alpha: float
-    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        norms, rows = Sensitivity(**read_job_record(table)["sensitivity"]), []
-        for old in table.to_pylist():
-            kept = {name: old[name] for name in ("n", "n0", "norm", "one_sided")}
-            settings, selected = cls(**kept, alpha=alpha), old["selected"]
-            bounds = settings.betting_bounds(old, selected)
-            sums, squares, votes = (np.asarray(old[n]) for n in ("sums", "squares", "histogram"))
-            verdict = certify_scores(
-                sums, squares, votes, selected, settings, old["sigma"], norms, bounds
-            )
-            new = table_row(old["index"], old["label"], verdict, settings, old["sigma"])
-            rows.append({**old, **new})
-        return rows, {}
-
-    @classmethod
     def recreate(
         cls, certificates: CertificateTable, norm: str, batch: int
     ) -> tuple[ExpectedScores, ScoreSampler]:
@@ -602,6 +584,8 @@ class ScoreVerdict:
     histogram: tuple[int, ...]
     sizes: dict[str, float]
     more: dict[str, Any] = field(default_factory=dict)
+    looks: int = 1
+    target: None = None
 
     def vote_verdict(self, settings: ExpectedScores) -> Verdict:
         """Return the certificate of the vote on the same draws, in the settings' norm."""
@@ -733,43 +717,3 @@ def read_table_settings(settings_class: type[_Kind], table: pa.Table, alpha: flo
         return settings_class.model_validate({**given, "alpha": alpha})
     except ValidationError as error:
         raise UserError(f"the table: damaged: its rows are of no settings: {error}") from None
-
-
-def table_row(
-    index: int, label: int, verdict: ScoreVerdict, settings: ExpectedScores, scale: float
-) -> dict[str, Any]:
-    """One row of a table of expected scores; the first columns are those of every table."""
-    found = asdict(verdict)
-    return {
-        **found.pop("sizes"),
-        **found.pop("more"),
-        **found,
-        "index": index,
-        "label": label,
-        "n0": settings.n0,
-        "alpha": settings.alpha,
-        "norm": settings.norm,
-        "noise": settings.noise,
-        "sigma": scale,
-        "mode": settings.mode,
-        "cap": settings.n,
-        "looks": 1,
-        "target": None,
-        "spending": NO_SPENDING,
-        "bound": settings.bound,
-    }
-
-
-def recertify_rows(table: pa.Table, alpha: float) -> list[dict[str, Any]]:
-    """The same sums at another error."""
-    norms = Sensitivity(**read_job_record(table)["sensitivity"])
-    rows = []
-    for old in table.to_pylist():
-        kept = {name: old[name] for name in ("n", "n0", "norm")}
-        settings = ExpectedScores(**kept, alpha=alpha, bound=old["bound"])
-        sums, squares, histogram = (np.asarray(old[n]) for n in ("sums", "squares", "histogram"))
-        verdict = certify_scores(
-            sums, squares, histogram, old["selected"], settings, old["sigma"], norms
-        )
-        rows.append(table_row(old["index"], old["label"], verdict, settings, old["sigma"]))
-    return rows

@@ -26,7 +26,6 @@ class pays for another. Radii are tested in ascending order and the first failur
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -468,16 +467,17 @@ class TargetRadius(SequentialSmoothing):
         }
 
     @classmethod
-    def recertify(
-        cls, table: pa.Table, alpha: float
-    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    def recertify(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
         """Raise UserError: early stopping certifies its radii only at the table's own alpha."""
-        raise UserError(
-            "results of early stopping (mode target-radius) certify their radius at their alpha "
-            "and "
-            "nothing else; certify again with mode fixed or anytime to choose alpha later",
-            see="how-to/certification.md#continue-or-change-alpha",
-        )
+        raise _stopped_early(cls.mode_name(), "mode fixed or anytime")
+
+
+def _stopped_early(mode: str, instead: str) -> UserError:
+    return UserError(
+        f"results of early stopping (mode {mode}) certify their radius at their alpha and nothing "
+        f"else; certify again with {instead} to choose alpha later",
+        see="how-to/certification.md#continue-or-change-alpha",
+    )
 
 
 def read_target_settings(settings_class: type[_Kind], table: pa.Table) -> _Kind:
@@ -778,15 +778,6 @@ class TargetScores(HiddenNoiseCertificate):
     spending: ClassVar[str] = "betting, 1/alpha"
     sampled_columns: ClassVar[frozenset[str]] = frozenset({"selected", "k"})
 
-    def table_row(
-        self, index: int, label: int, verdict: Verdict, sampler: ScoreSampler
-    ) -> dict[str, Any]:
-        """Return the row of an input: its verdict, and the settings on which it rests."""
-        found = dataclasses.asdict(verdict) | {"spending": self.spending}
-        found |= {"index": index, "label": label, "sigma": sampler.sigma, "cap": self.n}
-        named = ("n0", "alpha", "norm", "noise", "mode")
-        return found | {name: getattr(self, name) for name in named}
-
     @classmethod
     def consistent_counts(cls, table: pa.Table) -> np.ndarray:
         """Blocks of draws as they were executed."""
@@ -819,13 +810,8 @@ class TargetScores(HiddenNoiseCertificate):
         return (CertifiedSizes("exact", norm, title, answer, size, "-", predicts_by_vote=False),)
 
     @classmethod
-    def recertify(
-        cls, table: pa.Table, alpha: float
-    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        raise UserError(
-            "results of early stopping (mode target-scores) certify their radius at their alpha "
-            "and nothing else; certify again with bound betting to choose alpha later"
-        )
+    def recertify(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+        raise _stopped_early(cls.mode_name(), "bound betting")
 
     @classmethod
     def recreate(
