@@ -126,42 +126,18 @@ KEY = b"dpdist.attacks"
 # What a table says of how the attacked classifier answers; by votes where it says nothing.
 ANSWERS, MEAN_SCORES, VOTES = "answers", "mean scores", "votes"
 
-SCHEMA = pa.schema(
-    [
-        pa.field("attack", pa.string(), nullable=False),
-        pa.field("size", pa.float64(), nullable=False),
-        pa.field("index", pa.int64(), nullable=False),
-        pa.field("label", pa.int64(), nullable=False),
-        pa.field("distance", pa.float64(), nullable=False),
-        pa.field("prediction", pa.int64(), nullable=False),
-        pa.field("hits", pa.int64(), nullable=False),
-        pa.field("n", pa.int64(), nullable=False),
-    ]
-)
-# What every reader relies on: the kind and the least of each column, and what was executed.
+# The kind and the least of each column.
 COLUMNS: dict[str, ColumnSpec] = {
     "attack": (str, None), "size": (float, 0), "index": (int, 0), "label": (int, 0),
-    "prediction": (int, -1),
+    "distance": (float, 0), "prediction": (int, -1), "hits": (int, 0), "n": (int, 0),
 }  # fmt: skip
-CHECK_SCHEMA = pa.schema(
-    [
-        pa.field("attack", pa.string(), nullable=False),
-        pa.field("index", pa.int64(), nullable=False),
-        pa.field("certified", pa.int64(), nullable=False),
-        pa.field("radius", pa.float64(), nullable=False),
-        pa.field("distance", pa.float64(), nullable=False),
-        pa.field("selected", pa.int64(), nullable=False),
-        pa.field("prediction", pa.int64(), nullable=False),
-        pa.field("k", pa.int64(), nullable=False),
-        pa.field("n", pa.int64(), nullable=False),
-        pa.field("p_lower", pa.float64(), nullable=False),
-        pa.field("contradiction", pa.bool_(), nullable=False),
-    ]
-)
+SCHEMA = job_folder.schema_of(COLUMNS)
 CHECK_COLUMNS: dict[str, ColumnSpec] = {
     "attack": (str, None), "index": (int, 0), "certified": (int, 0), "radius": (float, 0),
-    "prediction": (int, -1), "contradiction": (object, None),
+    "distance": (float, 0), "selected": (int, -1), "prediction": (int, -1), "k": (int, 0),
+    "n": (int, 0), "p_lower": (float, 0), "contradiction": (bool, None),
 }  # fmt: skip
+CHECK_SCHEMA = job_folder.schema_of(CHECK_COLUMNS)
 # What the table of a check says of the certificates: how many were submitted to certification, and
 # whether each had noise of its own.
 SUBMITTED = "submitted"

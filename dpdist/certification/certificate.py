@@ -40,8 +40,10 @@ from dpdist.certification.table import (
 )
 from dpdist.core.errors import UserError
 from dpdist.core.fields import (
+    MAX_COUNT,
     Count,
     CountOrZero,
+    FileShape,
     PositiveOrZero,
     Probability,
     Section,
@@ -144,6 +146,32 @@ def read_combined_noise(job_record: Mapping[str, Any], sigma: float) -> Combined
 
 # How a network can be executed (`dpdist.certification.inference.FORMS`).
 BackendName = Literal["eager", "channels-last", "frozen", "compiled", "bf16"]
+
+
+class ClassifierRecord(FileShape):
+    """The classifier that was executed, as a table states it; AES on a CPU is not written.
+
+    Attributes:
+        generator: Generator of the noise: aes or philox.
+        backend: inference backend of the model.
+        batch: Rows of the executed batch.
+        device: Kind of device.
+        torch_version: Version of torch.
+        machine: The processor or GPU.
+        notes: Remarks of the probe that chose the form.
+        check: Digest of its answers to the check batch.
+    """
+
+    generator: Generator = "aes"
+    backend: BackendName
+    batch: Annotated[int, Field(ge=1, le=MAX_COUNT)]
+    device: Literal["cpu", "cuda"] = "cpu"
+    torch_version: str
+    machine: str
+    notes: list[Any] = []  # noqa: RUF012
+    check: str = ""
+
+
 NO_SPENDING = "none"
 _NEAR = 1e-9  # what other machines may round otherwise
 PartialCounts = dict[str, Any]  # JSON: what the first unit says once, then counts
@@ -383,9 +411,20 @@ class Certificate(Section):
         """Return the schema of the table, a `pyarrow.Schema`.
 
         It has one row per input and the columns of every table (docs/reference/certificates.md),
-        such as "index", "label" and "prediction" (int64; -1 if it abstains) and "radius" (float64).
+        such as "index", "label" and "prediction" (int64; -1 if it abstains) and "radius" (float64),
+        then those of `extra_columns`, of which "object" is a list of int64.
         """
-        return base_schema()
+        import pyarrow as pa
+
+        from dpdist.cluster import job_folder
+
+        more = cls.extra_columns()
+        lists = [
+            pa.field(name, pa.list_(pa.int64()), nullable=False)
+            for name, (kind, _) in more.items()
+            if kind is object
+        ]
+        return pa.schema([*base_schema(), *job_folder.schema_of(more, *lists)])
 
     # ---- checks: every row from its counts
 
@@ -394,8 +433,8 @@ class Certificate(Section):
         """Return the columns that readers need in addition to those of every table.
 
         Returns:
-            A dict from the column's name to a pair: the type of its values (int, float, str or
-            object), and their least value or None. Empty by default.
+            A dict from the column's name to a pair: the type of its values (int, float, str, bool
+            or object), and their least value or None. Empty by default.
         """
         return {}
 

@@ -37,7 +37,6 @@ from dpdist.certification.table import (
     HIDDEN_NOISE,
     CertificateTable,
     CertifiedSizes,
-    base_schema,
     consistent_histograms,
     list_columns,
     read_job_record,
@@ -67,7 +66,7 @@ AS_PRINTED = "as_printed_linf"
 SIZE_COLUMNS = (*(f"{name}_{norm}" for name in CERTIFICATE_STYLES for norm in NORMS), AS_PRINTED)
 
 ScoreBound = Literal["hoeffding", "bernstein", "counts"]
-_ANY: ColumnSpec = (object, None)
+
 _HiddenNoise = TypeVar("_HiddenNoise", bound="HiddenNoiseCertificate")
 _Kind = TypeVar("_Kind", bound="ExpectedScores")
 COUNTS_BOUND = "counts"  # the bound by which scores are votes: one for the class that a draw says
@@ -268,35 +267,20 @@ class ExpectedScores(HiddenNoiseCertificate):
         return {**found.pop("sizes"), **found.pop("more"), **found, "bound": self.bound}
 
     @classmethod
-    def table_schema(cls) -> pa.Schema:
-        """Return the schema of the table, a `pyarrow.Schema`.
-
-        To the columns of `Certificate.table_schema` it adds "bound" (str, the confidence bound),
-        "p_upper" (float64, upper bound of the runner-up's expected score), "sums" and "squares"
-        (lists of int64, one per class: the scores and their squares, summed over the draws), and
-        for each certificate and norm the certified size (float64, input units), such as "exact_l2".
-        """
-        import pyarrow as pa
-
-        more = [("bound", pa.string()), ("p_upper", pa.float64())]
-        more += [("sums", pa.list_(pa.int64())), ("squares", pa.list_(pa.int64()))]
-        more += [(name, pa.float64()) for name in SIZE_COLUMNS]
-        return pa.schema(
-            [*base_schema(), *(pa.field(name, of, nullable=False) for name, of in more)]
-        )
-
-    @classmethod
     def extra_columns(cls) -> Mapping[str, ColumnSpec]:
-        """Return the readers' additional columns, a dict from name to (type, least value or None).
+        """Return the additional columns, a dict from name to (type, least value or None).
 
-        They are "bound", "p_upper", "sums", "squares" and the sizes, such as "exact_l2".
+        They are "bound" (the confidence bound), "p_upper" (upper bound of the runner-up's expected
+        score), "sums" and "squares" (one per class: the scores and their squares, summed over the
+        draws), and for each certificate and norm the certified size (input units), such as
+        "exact_l2".
         """
-        numbers: ColumnSpec = (float, 0)
         return {
-            **dict.fromkeys((*SIZE_COLUMNS, "p_upper"), numbers),
+            "bound": (str, None),
+            "p_upper": (float, 0),
             "sums": (object, None),
             "squares": (object, None),
-            "bound": (str, None),
+            **dict.fromkeys(SIZE_COLUMNS, (float, 0)),
         }
 
     @classmethod
@@ -481,20 +465,9 @@ class BettingScores(ExpectedScores):
     sampled_columns: ClassVar[frozenset[str]] = frozenset({"histogram", "squares"})
 
     @classmethod
-    def table_schema(cls) -> pa.Schema:
-        import pyarrow as pa
-
-        more = [(name, pa.list_(pa.int64())) for name in cls.binned_fields]
-        more.append(("one_sided", pa.bool_()))
-        fields = (pa.field(name, of, nullable=False) for name, of in more)
-        return pa.schema([*super().table_schema(), *fields])
-
-    @classmethod
     def extra_columns(cls) -> Mapping[str, ColumnSpec]:
-        return {
-            **super().extra_columns(),
-            **dict.fromkeys((*cls.binned_fields, "one_sided"), _ANY),
-        }
+        bins = dict.fromkeys(cls.binned_fields, (object, None))
+        return {**super().extra_columns(), **bins, "one_sided": (bool, None)}
 
     @classmethod
     def check_table(cls, table: pa.Table, context: str) -> None:

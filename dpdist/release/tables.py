@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from dpdist.certification import table_reader
+from dpdist.certification.certificate import ClassifierRecord
 from dpdist.certification.table import CertificateTable
 from dpdist.core.errors import UserError
 from dpdist.core.fields import FileShape, Keys
@@ -37,28 +38,6 @@ _MODEL_PROPERTIES = {"hidden", "sensitivity"}  # of the model, as its place's id
 _NON_COUNT_COLUMNS = {"index", "prediction", "n0", "cap"}
 _DERIVED_COLUMNS = ("prediction", "radius")  # by the counts, and what is not kept of the draws
 _FLOAT_TOLERANCE = 1e-9  # what other machines may round otherwise
-
-
-class ClassifierRecord(FileShape):
-    """The classifier that was executed, as a table states it; AES on a CPU is not written.
-
-    Attributes:
-        generator: Generator of the noise: aes or philox.
-        backend: inference backend of the model.
-        batch: Rows of the executed batch.
-        device: Kind of device.
-        torch_version: Version of torch.
-        machine: The processor or GPU.
-        notes: Remarks of the probe that chose the form.
-    """
-
-    generator: str = "aes"
-    backend: str
-    batch: int
-    device: str = "cpu"
-    torch_version: str
-    machine: str
-    notes: list[Any]
 
 
 class TableRecord(FileShape):
