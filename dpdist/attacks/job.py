@@ -36,7 +36,8 @@ from dpdist.attacks.gradient_attacks import (
     distance,
     input_range,
 )
-from dpdist.attacks.table import VERDICT, AttackOptions, Plausibility, assess_plausibility
+from dpdist.attacks.settings import AttackSettings
+from dpdist.attacks.table import VERDICT, Plausibility, assess_plausibility
 from dpdist.certification import score_bounds, table_reader
 from dpdist.certification import worker as counting
 from dpdist.certification.certificate import Certificate, ClassCounter, NoiseSampler
@@ -237,7 +238,7 @@ class Assignment:
 
     counting: counting.Assignment
     location: NoiseLocation
-    settings: AttackOptions
+    settings: AttackSettings
     inputs: np.ndarray
     indices: np.ndarray
     targets: np.ndarray
@@ -401,7 +402,7 @@ class BaseAttackJob(JobSpec):
         self,
         subject: Subject,
         dataset: NamedDatasetLike,
-        settings: AttackOptions,
+        settings: AttackSettings,
         indices: np.ndarray,
         targets: np.ndarray,
         backend: ClassifierSpec | None = None,
@@ -501,7 +502,7 @@ class AttackJob(BaseAttackJob):
         self,
         subject: Subject,
         dataset: NamedDatasetLike,
-        settings: AttackOptions,
+        settings: AttackSettings,
     ) -> None:
         labels = np.asarray(dataset.labels)
         indices = np.asarray(settings.indices(len(labels)), dtype=np.int64)
@@ -611,7 +612,7 @@ class CertificateCheckJob(BaseAttackJob):
         subject: Subject,
         dataset: NamedDatasetLike,
         certificates: Path,
-        settings: AttackOptions,
+        settings: AttackSettings,
         claim: str | None = None,
     ) -> None:
         found = table_reader.read(certificates)
