@@ -224,9 +224,9 @@ class Smoothing(Certificate):
         answer, size = table["prediction"].to_numpy(), table["radius"].to_numpy()
         both = combined_noise_of_table(table)
         if both is None:
-            return (CertifiedSizes("cohen", first["norm"], title, answer, size, "--"),)
+            return (CertifiedSizes("cohen", first["norm"], title, answer, size),)
         share = size / both.combined_sigma * (1 - 1e-12)
-        found = [CertifiedSizes("cohen", "l2", f"{title} and hidden noise", answer, size, "--")]
+        found = [CertifiedSizes("cohen", "l2", f"{title} and hidden noise", answer, size)]
         for name, of, worth, holds in (
             ("input", "its input noise alone", both.sigma, True),
             ("hidden", "its hidden noise alone", both.hidden_as_input_sigma, True),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -53,17 +53,16 @@ if TYPE_CHECKING:
     from dpdist.certification.worker import HiddenNoiseCounter, ScoreSampler
 
 NORMS = ("l2", "linf")
-# Each certificate of a table: what it is in words, and how pictures draw it.
-CERTIFICATE_STYLES = {
-    "classical": ("PixelDP, epsilon_r <= 1", None),
-    "extended": ("HGM, corrected", ":"),  # Eq. 10: extended (heterogeneous) Gaussian mechanism
-    "analytic": ("AGM", None),  # the same condition with the exact (epsilon, delta) profile
-    "exact": ("exact profile", "-"),  # of expected scores: no epsilon_r
-    "cohen": ("vote (Cohen)", "--"),  # exact profile of the majority vote, Clopper-Pearson
+CERTIFICATE_TITLES = {
+    "classical": "PixelDP, epsilon_r <= 1",
+    "extended": "HGM, corrected",  # Eq. 10: extended (heterogeneous) Gaussian mechanism
+    "analytic": "AGM",  # the same condition with the exact (epsilon, delta) profile
+    "exact": "exact profile",  # of expected scores: no epsilon_r
+    "cohen": "vote (Cohen)",  # exact profile of the majority vote, Clopper-Pearson
 }
 VOTE_CERTIFICATE = "cohen"  # the one that speaks of votes; the others speak of mean scores
 AS_PRINTED = "as_printed_linf"
-SIZE_COLUMNS = (*(f"{name}_{norm}" for name in CERTIFICATE_STYLES for norm in NORMS), AS_PRINTED)
+SIZE_COLUMNS = (*(f"{name}_{norm}" for name in CERTIFICATE_TITLES for norm in NORMS), AS_PRINTED)
 
 ScoreBound = Literal["hoeffding", "bernstein", "counts"]
 
@@ -340,31 +339,24 @@ class ExpectedScores(HiddenNoiseCertificate):
         (`is_valid` False); its class is that of the largest mean score.
         """
         counted = table["bound"][0].as_py() == COUNTS_BOUND
-        answers = {name: table["prediction"].to_numpy() for name in CERTIFICATE_STYLES}
-        answers[VOTE_CERTIFICATE] = table["selected"].to_numpy()
         found = []
         for norm in NORMS:
-            for name, (title, line) in CERTIFICATE_STYLES.items():
+            for name, title in CERTIFICATE_TITLES.items():
+                vote = name == VOTE_CERTIFICATE
                 size = table[f"{name}_{norm}"].to_numpy()
-                answer = np.where(size > 0, answers[name], ABSTAIN)
-                by = answer, size, line, name
-                found.append(
-                    CertifiedSizes(
-                        name, norm, title, *by, predicts_by_vote=counted or name == VOTE_CERTIFICATE
-                    )
-                )
+                answer = table["selected" if vote else "prediction"].to_numpy()
+                answer = np.where(size > 0, answer, ABSTAIN)
+                sizes = CertifiedSizes(name, norm, title, answer, size, short_title=name)
+                found.append(replace(sizes, predicts_by_vote=counted or vote))
         size = table[AS_PRINTED].to_numpy()
         means = np.array([int(np.argmax(sums)) for sums in table["sums"].to_pylist()])
-        answer, name = np.where(size > 0, means, ABSTAIN), AS_PRINTED.removesuffix("_linf")
-        label = "as printed (claimed, does not hold)"
-        title = "as printed (does not hold)"
         printed = CertifiedSizes(
-            name,
+            AS_PRINTED.removesuffix("_linf"),
             "linf",
-            title,
-            answer,
+            "as printed (does not hold)",
+            np.where(size > 0, means, ABSTAIN),
             size,
-            short_title=label,
+            short_title="as printed (claimed, does not hold)",
             is_valid=False,
             predicts_by_vote=False,
         )

@@ -801,7 +801,7 @@ class TargetScores(HiddenNoiseCertificate):
         answer, size = table["prediction"].to_numpy(), table["radius"].to_numpy()
         norm = table["norm"][0].as_py()
         title = "exact profile, targets"
-        return (CertifiedSizes("exact", norm, title, answer, size, "-", predicts_by_vote=False),)
+        return (CertifiedSizes("exact", norm, title, answer, size, predicts_by_vote=False),)
 
     @classmethod
     def recertify(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:

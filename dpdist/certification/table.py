@@ -109,10 +109,9 @@ class CertifiedSizes:
     """The sizes that one certificate of a table states of every input.
 
     name, norm: of the certificate ("exact", "linf"). title: what it is, in words. prediction: int64
-    (N,), the certified class, -1 where none is. size: float64 (N,), input units. line_style: how
-    pictures draw it, None: not. short_title: its line in a summary. is_valid: whether it is valid
-    at all. predicts_by_vote: whether it speaks of the class that most draws say, or of the class of
-    the largest mean score.
+    (N,), the certified class, -1 where none is. size: float64 (N,), input units. short_title: its
+    line in a summary. is_valid: whether it is valid at all. predicts_by_vote: whether it speaks of
+    the class that most draws say, or of the class of the largest mean score.
     """
 
     name: str
@@ -120,7 +119,7 @@ class CertifiedSizes:
     title: str
     prediction: np.ndarray
     size: np.ndarray
-    line_style: str | None = None
+
     short_title: str = ""
     is_valid: bool = True
     predicts_by_vote: bool = True
