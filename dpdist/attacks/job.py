@@ -36,8 +36,7 @@ from dpdist.attacks.gradient_attacks import (
     distance,
     input_range,
 )
-from dpdist.attacks.settings import AttackSettings
-from dpdist.attacks.table import VERDICT, Plausibility, assess_plausibility
+from dpdist.attacks.table import VERDICT, AttackOptions, Plausibility, assess_plausibility
 from dpdist.certification import score_bounds, table_reader
 from dpdist.certification import worker as counting
 from dpdist.certification.certificate import Certificate, ClassCounter, NoiseSampler
@@ -238,7 +237,7 @@ class Assignment:
 
     counting: counting.Assignment
     location: NoiseLocation
-    settings: AttackSettings
+    settings: AttackOptions
     inputs: np.ndarray
     indices: np.ndarray
     targets: np.ndarray
@@ -402,7 +401,7 @@ class BaseAttackJob(JobSpec):
         self,
         subject: Subject,
         dataset: NamedDatasetLike,
-        settings: AttackSettings,
+        settings: AttackOptions,
         indices: np.ndarray,
         targets: np.ndarray,
         backend: ClassifierSpec | None = None,
@@ -502,7 +501,7 @@ class AttackJob(BaseAttackJob):
         self,
         subject: Subject,
         dataset: NamedDatasetLike,
-        settings: AttackSettings,
+        settings: AttackOptions,
     ) -> None:
         labels = np.asarray(dataset.labels)
         indices = np.asarray(settings.indices(len(labels)), dtype=np.int64)
@@ -612,7 +611,7 @@ class CertificateCheckJob(BaseAttackJob):
         subject: Subject,
         dataset: NamedDatasetLike,
         certificates: Path,
-        settings: AttackSettings,
+        settings: AttackOptions,
         claim: str | None = None,
     ) -> None:
         found = table_reader.read(certificates)

@@ -1,4 +1,4 @@
-"""The table of attacked predictions, its only reader, and its printed lines.
+"""Options of attacks, the table of attacked predictions, its only reader, and its printed lines.
 
 One row per attack, size and input; one canonical file. Checks of certificates are read here as
 well.
@@ -9,16 +9,112 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
+from pydantic import AfterValidator, Field
 
 from dpdist.certification.table import ABSTAIN
 from dpdist.cluster import job_folder
 from dpdist.core.console import format_exact, format_percent
+from dpdist.core.fields import (
+    ATTACKS,
+    Count,
+    CountOrZero,
+    Norm,
+    OneOrMore,
+    Positive,
+    Probability,
+    Section,
+    Text,
+)
 from dpdist.core.files import ColumnSpec, read_json
 from dpdist.randomness.noise_location import NOISE_LOCATIONS, NoiseLocation
+
+# --- the options ------------------------------------------------------------------------------
+
+
+def _check_attack(name: str) -> str:
+    if name not in ATTACKS:
+        raise ValueError(f"must be out of {', '.join(ATTACKS)}")
+    return name
+
+
+_KnownAttack = Annotated[str, AfterValidator(_check_attack)]
+Labels = Literal["true", "predicted"]
+DEFAULT_SIZES: dict[Norm, tuple[float, ...]] = {
+    "linf": (0.025, 0.05, 0.1, 0.2),
+    "l2": (0.25, 0.5, 1.0, 1.5),
+}
+_BLOCK = 100
+_MAX_BLOCK_NUMBERS = 16 * 2**20
+
+
+class AttackOptions(Section):
+    """Options of an attack: everything that its results depend on.
+
+    norm, sizes: "linf" or "l2", sizes in input units; None: ``DEFAULT_SIZES``. attacks: names out
+    of "fgsm", "i-fgsm", "mim", "pgd". steps: of the last three. restarts, step_scale: of PGD
+    (``evasion.attack``).
+    sigma: attack the network smoothed by N(0, sigma^2) input noise; None: the model as it is,
+    with noise of its own if it has some. draws: of the noise for each gradient (EOT).
+    n, alpha: draws of each answer of a randomized classifier and the error of its two-sided test;
+    ABSTAIN where it does not decide.
+    labels: what the attack leads away from: the "true" label, or the class "predicted" without an
+    attack.
+    start, every, max_inputs: as in a certification. batch: inputs attacked at once, which is also
+    the canonical block. seed: None draws a secret one when the attack starts, and stores it.
+    """
+
+    norm: Norm = "linf"
+    sizes: Annotated[tuple[Positive, ...], OneOrMore, Field(min_length=1)] | None = None
+    attacks: Annotated[tuple[_KnownAttack, ...], OneOrMore, Field(min_length=1)] = ATTACKS
+    steps: Count = 10
+    restarts: Count = 1
+    step_scale: Positive = 2.5
+    sigma: Positive | None = None
+    samples: Count = 16
+    n: Count = 1000
+    alpha: Probability = 0.001
+    labels: Labels = "true"
+    start: CountOrZero = 0
+    every: Count = 1
+    max_inputs: Count | None = None
+    batch: Count | None = None
+    seed: Text | None = None
+
+    @property
+    def attack_sizes(self) -> list[tuple[str, float]]:
+        """(attack, size) of everything asked for; ("none", 0) is the unattacked input."""
+        return [
+            ("none", 0.0),
+            *(
+                (name, size)
+                for size in sorted(set(self.sizes or DEFAULT_SIZES[self.norm]))
+                for name in dict.fromkeys(self.attacks)
+            ),
+        ]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return the settings that a result depends on beside its own attack and size.
+
+        More attacks and sizes may be added.
+        """
+        return self.model_dump(exclude={"attacks", "sizes", "seed"})
+
+    def batch_size(self, numbers_per_input: int) -> int:
+        """Inputs attacked at once."""
+        if self.batch is not None:
+            return self.batch
+        return max(1, min(_BLOCK, _MAX_BLOCK_NUMBERS // (numbers_per_input * self.samples)))
+
+    def indices(self, count: int) -> range:
+        """Return the indices of the attacked inputs of a data set of ``count``."""
+        chosen = range(self.start, count, self.every)
+        return chosen if self.max_inputs is None else chosen[: self.max_inputs]
+
 
 # --- the table --------------------------------------------------------------------------------
 
