@@ -290,6 +290,21 @@ def _flatten_record(job_record: Mapping[str, Any]) -> dict[str, Any]:
     return flat | dict(job_record.get("settings", {}))
 
 
+def schema_of(columns: Mapping[str, ColumnSpec], *own: pa.Field) -> pa.Schema:
+    """Return the schema of columns that are never empty, by the kinds of their values.
+
+    own: fields of another type, each in the place of its column.
+    """
+    kinds = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_()}
+    named = {field.name: field for field in own}
+    return pa.schema(
+        [
+            named[name] if name in named else pa.field(name, kinds[kind], nullable=False)
+            for name, (kind, _) in columns.items()
+        ]
+    )
+
+
 def build_table(
     rows: list[dict[str, Any]], schema: pa.Schema, job_record: Mapping[str, Any], key: bytes
 ) -> pa.Table:

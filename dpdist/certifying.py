@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import ValidationError
 
 from dpdist import models
 from dpdist.certification import job, statistics, table
@@ -28,8 +27,6 @@ from dpdist.cluster.resumable_job import CHUNK_SECONDS
 from dpdist.config.training import ResourcesRecipe
 from dpdist.core.console import Row, format_html_table, format_table
 from dpdist.core.errors import UserError
-from dpdist.core.fields import validation_message
-from dpdist.core.files import quoted
 from dpdist.data.dataset import Dataset
 from dpdist.data.parquet import Columns
 from dpdist.data.registry import BUILT_IN, DataSource
@@ -43,6 +40,7 @@ from dpdist.release.bundle import load as load_release
 from dpdist.release.files import is_release
 from dpdist.reports.plots import plot_certificates
 from dpdist.runs.folder import RunFolder, open_run
+from dpdist.runs.recipe import parse_section
 from dpdist.training.records import data_source, data_source_under, load_test_records
 
 if TYPE_CHECKING:
@@ -237,14 +235,7 @@ def certify(
 
 def parse_resources(given: Mapping[str, Any]) -> ResourcesRecipe:
     """Return the recipe's section of these keys. Raises UserError."""
-    try:
-        return ResourcesRecipe.model_validate(dict(given))
-    except ValidationError as error:
-        item = error.errors()[0]
-        key = ".".join(map(str, item["loc"]))
-        raise UserError(
-            f"resources.{key}: {validation_message(item)}, got {quoted(item['input'])}"
-        ) from None
+    return parse_section(ResourcesRecipe, given, "resources")
 
 
 def _required(settings: Certificate | None) -> Certificate:

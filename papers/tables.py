@@ -43,7 +43,7 @@ from scipy import stats
 
 from dpdist.audits.membership_statistics import Estimate
 from dpdist.certification.statistics import compare
-from dpdist.reports.charts import Axis, Line, chart, standalone_svg
+from dpdist.reports.charts import Axis, Line, chart
 from dpdist.runs.recipe import Recipe, find_recipe, load_recipe
 
 HERE = Path(__file__).resolve().parent
@@ -316,11 +316,8 @@ def picture(paper: str, item: dict[str, Any], told: dict[str, Any]) -> str:
                 drawn.setdefault(name, []).append((places[place], float(np.mean(values))))
     lines = [Line(name, sorted(points), show_markers=True) for name, points in drawn.items()]
     x = Axis(told["x"], max(point[0] for line in lines for point in line.points))
-    about = f"{told['title']}: {told['y']} against {told['x']}"
-    svg = chart(
-        lines, x, Axis(told["y"], told["to"]), description=about, element_id="p", title=about
-    )
-    return standalone_svg(svg, told["title"])
+    about = f"{told['y']} against {told['x']}"
+    return chart(lines, x, Axis(told["y"], told["to"]), description=about, title=told["title"])
 
 
 def pictures() -> dict[str, str]:

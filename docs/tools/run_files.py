@@ -20,6 +20,7 @@ MODULES = (
     "dpdist.runs.archive",
     "dpdist.tuning.manifest",
     "dpdist.cluster.job_folder",
+    "dpdist.certification.certificate",
     "dpdist.release.tables",
     "dpdist.runs.accounting",
     "dpdist.models.spec",

@@ -18,7 +18,6 @@ from pydantic import AfterValidator, Field
 from dpdist.certification.table import ABSTAIN
 from dpdist.cluster import job_folder
 from dpdist.core.console import format_exact, format_percent
-from dpdist.core.errors import UserError
 from dpdist.core.fields import (
     ATTACKS,
     Count,
@@ -30,7 +29,7 @@ from dpdist.core.fields import (
     Section,
     Text,
 )
-from dpdist.core.files import ColumnSpec, quoted, read_json
+from dpdist.core.files import ColumnSpec, read_json
 from dpdist.randomness.noise_location import NOISE_LOCATIONS, NoiseLocation
 
 # --- the options ------------------------------------------------------------------------------
@@ -126,42 +125,18 @@ KEY = b"dpdist.attacks"
 # What a table says of how the attacked classifier answers; by votes where it says nothing.
 ANSWERS, MEAN_SCORES, VOTES = "answers", "mean scores", "votes"
 
-SCHEMA = pa.schema(
-    [
-        pa.field("attack", pa.string(), nullable=False),
-        pa.field("size", pa.float64(), nullable=False),
-        pa.field("index", pa.int64(), nullable=False),
-        pa.field("label", pa.int64(), nullable=False),
-        pa.field("distance", pa.float64(), nullable=False),
-        pa.field("prediction", pa.int64(), nullable=False),
-        pa.field("hits", pa.int64(), nullable=False),
-        pa.field("n", pa.int64(), nullable=False),
-    ]
-)
-# What every reader relies on: the kind and the least of each column, and what was executed.
+# The kind and the least of each column.
 COLUMNS: dict[str, ColumnSpec] = {
     "attack": (str, None), "size": (float, 0), "index": (int, 0), "label": (int, 0),
-    "prediction": (int, -1),
+    "distance": (float, 0), "prediction": (int, -1), "hits": (int, 0), "n": (int, 0),
 }  # fmt: skip
-CHECK_SCHEMA = pa.schema(
-    [
-        pa.field("attack", pa.string(), nullable=False),
-        pa.field("index", pa.int64(), nullable=False),
-        pa.field("certified", pa.int64(), nullable=False),
-        pa.field("radius", pa.float64(), nullable=False),
-        pa.field("distance", pa.float64(), nullable=False),
-        pa.field("selected", pa.int64(), nullable=False),
-        pa.field("prediction", pa.int64(), nullable=False),
-        pa.field("k", pa.int64(), nullable=False),
-        pa.field("n", pa.int64(), nullable=False),
-        pa.field("p_lower", pa.float64(), nullable=False),
-        pa.field("contradiction", pa.bool_(), nullable=False),
-    ]
-)
+SCHEMA = job_folder.schema_of(COLUMNS)
 CHECK_COLUMNS: dict[str, ColumnSpec] = {
     "attack": (str, None), "index": (int, 0), "certified": (int, 0), "radius": (float, 0),
-    "prediction": (int, -1), "contradiction": (object, None),
+    "distance": (float, 0), "selected": (int, -1), "prediction": (int, -1), "k": (int, 0),
+    "n": (int, 0), "p_lower": (float, 0), "contradiction": (bool, None),
 }  # fmt: skip
+CHECK_SCHEMA = job_folder.schema_of(CHECK_COLUMNS)
 # What the table of a check says of the certificates: how many were submitted to certification, and
 # whether each had noise of its own.
 SUBMITTED = "submitted"
@@ -353,19 +328,12 @@ def read_attack(path: Path) -> AttackTable:
         alpha=settings["alpha"],
         model=said["model"],
         data=said["data"],
-        dimension=input_dimension(said["input_shape"], path),
+        dimension=math.prod(said["input_shape"]),
         predicts_by_vote=said.get(ANSWERS, VOTES) == VOTES,
         attack=np.array(columns["attack"].to_pylist()),
         **{name: columns[name].to_numpy() for name in ("size", "index", "label", "prediction")},
     )
     return table
-
-
-def input_dimension(shape: list[Any], context: Path) -> int:
-    """Return the number of values of an input of this shape. Raises UserError for no shape."""
-    if not shape or not all(type(size) is int and size >= 1 for size in shape):
-        raise UserError(f"{context}: damaged: input_shape must be sizes >= 1, got {quoted(shape)}")
-    return math.prod(shape)
 
 
 def read_check(path: Path) -> dict[str, Any]:

@@ -183,20 +183,12 @@ TABLE = "scores.parquet"
 KEY = b"dpdist.bank"
 TOP = 3
 _TOPS = tuple(f"top{place}" for place in range(1, TOP + 1))
-SCHEMA = pa.schema(
-    [
-        pa.field("model", pa.int64(), nullable=False),
-        pa.field("passes", pa.int64(), nullable=False),
-        pa.field("index", pa.int64(), nullable=False),
-        pa.field("member", pa.int8(), nullable=False),  # -1: a test record, in no model
-        pa.field("phi", pa.float64(), nullable=False),
-        *(pa.field(name, pa.float64(), nullable=False) for name in _TOPS),
-    ]
-)
+# member: -1 of a test record, which is in no model
 COLUMNS: dict[str, ColumnSpec] = {
     "model": (int, 0), "passes": (int, 1), "index": (int, 0), "member": (int, -1),
     "phi": (float, None), **dict.fromkeys(_TOPS, (float, 0)),
 }  # fmt: skip
+SCHEMA = job_folder.schema_of(COLUMNS, pa.field("member", pa.int8(), nullable=False))
 
 
 def build_model_table(model: int, scores: Mapping[str, np.ndarray]) -> pa.Table:

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from dpdist.attacks.settings import AttackSettings, CheckSettings
 from dpdist.audits import canaries, mechanism
 from dpdist.audits.membership import Membership
@@ -15,11 +13,10 @@ from dpdist.audits.target import AuditResult, PrivateAuditResult, Target, refuse
 from dpdist.certification.evaluation import Evaluation
 from dpdist.config.sections import AuditOptions, CanaryAudit, ManyRunsAudit, MechanismAudit
 from dpdist.core.errors import UserError
-from dpdist.core.fields import validation_message
 from dpdist.core.files import quoted
 from dpdist.poisoning.evaluation import Poisoning
 from dpdist.privacy.card import AuditFinding
-from dpdist.runs.recipe import Recipe
+from dpdist.runs.recipe import Recipe, parse_section
 
 EVALUATIONS: tuple[type[Evaluation], ...] = (
     AttackSettings, CheckSettings, AuditResult, PrivateAuditResult, Membership, Poisoning
@@ -51,10 +48,7 @@ def resolve_audit_options(
     named = section["kind"]
     if named not in AUDITS:
         raise UserError(f"audit.kind: must be one of {', '.join(AUDITS)}, got {quoted(named)}")
-    try:
-        return AUDITS[named][0].model_validate(section)
-    except ValidationError as error:
-        raise UserError("\n".join(map(_complaint, error.errors()))) from None
+    return parse_section(AUDITS[named][0], section, "audit")
 
 
 def run_audit(
@@ -66,8 +60,3 @@ def run_audit(
     found = AUDITS[options.kind][1](options, target, output, report_progress)
     found.write(output / AuditResult.file)
     return found
-
-
-def _complaint(item: Any) -> str:
-    key = ".".join(map(str, item["loc"]))
-    return f"audit.{key}: {validation_message(item)}, got {quoted(item['input'])}"

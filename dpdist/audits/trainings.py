@@ -313,18 +313,12 @@ def choose_canary(dataset: data.Dataset) -> tuple[Tensor, int]:
 
 TRIAL_TABLE, TRIAL_KEY = "trainings.parquet", b"dpdist.many-runs"
 _CHUNK = 50  # trainings at once
-TRIAL_SCHEMA = pa.schema(
-    [
-        pa.field("trial", pa.int64(), nullable=False),
-        pa.field("present", pa.int64(), nullable=False),
-        pa.field("score", pa.float64(), nullable=False),
-    ]
-)
 TRIAL_COLUMNS: dict[str, ColumnSpec] = {
     "trial": (int, 0),
     "present": (int, 0),
     "score": (float, None),
 }
+TRIAL_SCHEMA = job_folder.schema_of(TRIAL_COLUMNS)
 
 
 class ManyRunsJob(JobSpec):

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, final
 
 import numpy as np
@@ -40,8 +40,10 @@ from dpdist.certification.table import (
 )
 from dpdist.core.errors import UserError
 from dpdist.core.fields import (
+    MAX_COUNT,
     Count,
     CountOrZero,
+    FileShape,
     PositiveOrZero,
     Probability,
     Section,
@@ -144,6 +146,32 @@ def read_combined_noise(job_record: Mapping[str, Any], sigma: float) -> Combined
 
 # How a network can be executed (`dpdist.certification.inference.FORMS`).
 BackendName = Literal["eager", "channels-last", "frozen", "compiled", "bf16"]
+
+
+class ClassifierRecord(FileShape):
+    """The classifier that was executed, as a table states it; AES on a CPU is not written.
+
+    Attributes:
+        generator: Generator of the noise: aes or philox.
+        backend: inference backend of the model.
+        batch: Rows of the executed batch.
+        device: Kind of device.
+        torch_version: Version of torch.
+        machine: The processor or GPU.
+        notes: Remarks of the probe that chose the form.
+        check: Digest of its answers to the check batch.
+    """
+
+    generator: Generator = "aes"
+    backend: BackendName
+    batch: Annotated[int, Field(ge=1, le=MAX_COUNT)]
+    device: Literal["cpu", "cuda"] = "cpu"
+    torch_version: str
+    machine: str
+    notes: list[Any] = []  # noqa: RUF012
+    check: str = ""
+
+
 NO_SPENDING = "none"
 _NEAR = 1e-9  # what other machines may round otherwise
 PartialCounts = dict[str, Any]  # JSON: what the first unit says once, then counts
@@ -248,6 +276,10 @@ class Certificate(Section):
         @property
         def noise(self) -> str:
             """Its name in the keys of random units."""
+
+        @property
+        def norm(self) -> str:
+            """Return the norm of the radii."""
 
     # settings on which no result depends
     result_free_fields: ClassVar[frozenset[str]] = frozenset()
@@ -379,9 +411,20 @@ class Certificate(Section):
         """Return the schema of the table, a `pyarrow.Schema`.
 
         It has one row per input and the columns of every table (docs/reference/certificates.md),
-        such as "index", "label" and "prediction" (int64; -1 if it abstains) and "radius" (float64).
+        such as "index", "label" and "prediction" (int64; -1 if it abstains) and "radius" (float64),
+        then those of `extra_columns`, of which "object" is a list of int64.
         """
-        return base_schema()
+        import pyarrow as pa
+
+        from dpdist.cluster import job_folder
+
+        more = cls.extra_columns()
+        lists = [
+            pa.field(name, pa.list_(pa.int64()), nullable=False)
+            for name, (kind, _) in more.items()
+            if kind is object
+        ]
+        return pa.schema([*base_schema(), *job_folder.schema_of(more, *lists)])
 
     # ---- checks: every row from its counts
 
@@ -390,8 +433,8 @@ class Certificate(Section):
         """Return the columns that readers need in addition to those of every table.
 
         Returns:
-            A dict from the column's name to a pair: the type of its values (int, float, str or
-            object), and their least value or None. Empty by default.
+            A dict from the column's name to a pair: the type of its values (int, float, str, bool
+            or object), and their least value or None. Empty by default.
         """
         return {}
 
@@ -411,9 +454,8 @@ class Certificate(Section):
             return {"spending": cls.spending, "looks": 1, "target": None}
         return {"spending": cls.spending, "histogram": None}
 
-    @abstractmethod
     def table_row(self, index: int, label: int, verdict: Any, sampler: Any) -> dict[str, Any]:
-        """Return the row of an input, a dict of values by column.
+        """Return the row of an input, a dict of values by column: its verdict and the settings.
 
         Args:
             index: position of the input in the data.
@@ -421,6 +463,16 @@ class Certificate(Section):
             verdict: a result of `decide`.
             sampler: the result of `build_sampler`.
         """
+        named = ("n0", "alpha", "norm", "noise", "spending")
+        return {
+            **asdict(verdict),
+            **{name: getattr(self, name) for name in named},
+            "index": index,
+            "label": label,
+            "sigma": sampler.sigma if self.sigma is None else self.sigma,
+            "mode": self.mode_name(),
+            "cap": self.n,
+        }
 
     @classmethod
     @abstractmethod
@@ -506,26 +558,17 @@ class Certificate(Section):
         return None
 
     @classmethod
-    def recertify(
-        cls, table: pa.Table, alpha: float
-    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Return the rows of a table at a different error probability, without new draws.
+    def recertify(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+        """Return the columns of a table at a different error probability, without new draws.
 
         Args:
             table: the table of certificates.
             alpha: the new error probability, chosen without the counts.
 
         Returns:
-            A pair: a list of rows (dicts by column), and a dict of what the table's record notes
-            next to ``rebound_alpha`` (empty by default).
+            A dict from column to array (N,), as `recompute_columns` returns it.
         """
-        made = {
-            name: column.tolist() for name, column in cls.recompute_columns(table, alpha).items()
-        }
-        return [
-            row | {name: column[place] for name, column in made.items()} | {"alpha": alpha}
-            for place, row in enumerate(table.to_pylist())
-        ], {}
+        return cls.recompute_columns(table, alpha)
 
     @classmethod
     def recreate(

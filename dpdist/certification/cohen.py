@@ -29,7 +29,6 @@ Draws are made in canonical blocks, so that a block can be counted anywhere and 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, final
 
 import numpy as np
@@ -133,6 +132,12 @@ class Smoothing(Certificate):
         """Return the noise on the input: a `Gaussian`, `Laplace` or `Uniform` with `sigma`."""
         return NOISES[self.noise](self.sigma)
 
+    @property
+    @final
+    def norm(self) -> str:
+        """Return the norm of the radii, that of the noise: "l2" or "l1"."""
+        return NOISES[self.noise].norm
+
     def build_sampler(self, model: nn.Module, input_shape: tuple[int, ...]) -> NoiseSampler:
         """Return the sampler of the noise on the input.
 
@@ -175,27 +180,6 @@ class Smoothing(Certificate):
         return parts if self.noise == "gaussian" else [*parts, self.noise]
 
     converts_norms: ClassVar[bool] = True
-
-    def table_row(
-        self, index: int, label: int, verdict: Verdict, sampler: NoiseSampler
-    ) -> dict[str, Any]:
-        """Return the row of an input, a dict by column: its verdict and the settings.
-
-        Arguments are those of `Certificate.table_row`.
-        """
-        return {
-            "index": index,
-            "label": label,
-            **asdict(verdict),
-            "n0": self.n0,
-            "alpha": self.alpha,
-            "norm": self.smoothing_noise.norm,
-            "noise": self.noise,
-            "sigma": self.sigma,
-            "mode": self.mode,
-            "cap": self.n,
-            "spending": self.spending,
-        }
 
     @classmethod
     def constant_columns(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,9 +224,9 @@ class Smoothing(Certificate):
         answer, size = table["prediction"].to_numpy(), table["radius"].to_numpy()
         both = combined_noise_of_table(table)
         if both is None:
-            return (CertifiedSizes("cohen", first["norm"], title, answer, size, "--"),)
+            return (CertifiedSizes("cohen", first["norm"], title, answer, size),)
         share = size / both.combined_sigma * (1 - 1e-12)
-        found = [CertifiedSizes("cohen", "l2", f"{title} and hidden noise", answer, size, "--")]
+        found = [CertifiedSizes("cohen", "l2", f"{title} and hidden noise", answer, size)]
         for name, of, worth, holds in (
             ("input", "its input noise alone", both.sigma, True),
             ("hidden", "its hidden noise alone", both.hidden_as_input_sigma, True),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -22,7 +22,6 @@ from pydantic import Field, ValidationError
 
 from dpdist.certification import score_bounds
 from dpdist.certification.certificate import (
-    NO_SPENDING,
     Certificate,
     PartialCounts,
     Verdict,
@@ -38,7 +37,6 @@ from dpdist.certification.table import (
     HIDDEN_NOISE,
     CertificateTable,
     CertifiedSizes,
-    base_schema,
     consistent_histograms,
     list_columns,
     read_job_record,
@@ -55,20 +53,19 @@ if TYPE_CHECKING:
     from dpdist.certification.worker import HiddenNoiseCounter, ScoreSampler
 
 NORMS = ("l2", "linf")
-# Each certificate of a table: what it is in words, and how pictures draw it.
-CERTIFICATE_STYLES = {
-    "classical": ("PixelDP, epsilon_r <= 1", None),
-    "extended": ("HGM, corrected", ":"),  # Eq. 10: extended (heterogeneous) Gaussian mechanism
-    "analytic": ("AGM", None),  # the same condition with the exact (epsilon, delta) profile
-    "exact": ("exact profile", "-"),  # of expected scores: no epsilon_r
-    "cohen": ("vote (Cohen)", "--"),  # exact profile of the majority vote, Clopper-Pearson
+CERTIFICATE_TITLES = {
+    "classical": "PixelDP, epsilon_r <= 1",
+    "extended": "HGM, corrected",  # Eq. 10: extended (heterogeneous) Gaussian mechanism
+    "analytic": "AGM",  # the same condition with the exact (epsilon, delta) profile
+    "exact": "exact profile",  # of expected scores: no epsilon_r
+    "cohen": "vote (Cohen)",  # exact profile of the majority vote, Clopper-Pearson
 }
 VOTE_CERTIFICATE = "cohen"  # the one that speaks of votes; the others speak of mean scores
 AS_PRINTED = "as_printed_linf"
-SIZE_COLUMNS = (*(f"{name}_{norm}" for name in CERTIFICATE_STYLES for norm in NORMS), AS_PRINTED)
+SIZE_COLUMNS = (*(f"{name}_{norm}" for name in CERTIFICATE_TITLES for norm in NORMS), AS_PRINTED)
 
 ScoreBound = Literal["hoeffding", "bernstein", "counts"]
-_ANY: ColumnSpec = (object, None)
+
 _HiddenNoise = TypeVar("_HiddenNoise", bound="HiddenNoiseCertificate")
 _Kind = TypeVar("_Kind", bound="ExpectedScores")
 COUNTS_BOUND = "counts"  # the bound by which scores are votes: one for the class that a draw says
@@ -215,11 +212,18 @@ class ExpectedScores(HiddenNoiseCertificate):
             (float, input units of `norm`; 0 if it abstains), `sizes` (dict of float by column, such
             as "exact_l2"), and the bounds and sums that they follow from.
         """
-        sums, squares = total_counts(partials, "sums"), total_counts(partials, "squares")
-        histogram, selected = total_counts(partials, "histogram", self.n), selected_class(partials)
-        return certify_scores(
-            sums, squares, histogram, selected, self, sampler.sigma, sampler.sensitivity
-        )
+        names = ("sums", "squares", *self.binned_fields)
+        counts = {name: total_counts(partials, name) for name in names}
+        counts["histogram"] = total_counts(partials, "histogram", self.n)
+        selected = selected_class(partials)
+        return self.certify_counts(counts, selected, sampler.sigma, sampler.sensitivity)
+
+    def certify_counts(
+        self, counts: Mapping[str, Any], selected: int, scale: float, norms: Sensitivity
+    ) -> ScoreVerdict:
+        """Return all certificates of one input, from its counts by name."""
+        sums, squares, votes = (np.asarray(counts[n]) for n in ("sums", "squares", "histogram"))
+        return certify_scores(sums, squares, votes, selected, self, scale, norms)
 
     def verdict_for_classifier(
         self, predicts_by_vote: bool, verdict: ScoreVerdict, sampler: ScoreSampler
@@ -240,11 +244,9 @@ class ExpectedScores(HiddenNoiseCertificate):
             return verdict
         if predicts_by_vote:
             return verdict.vote_verdict(self)
-        known = (verdict.sums, verdict.squares, verdict.histogram)
-        sums, squares, histogram = (np.array(found) for found in known)
         settings = self.model_copy(update={"bound": "hoeffding"})
-        return certify_scores(
-            sums, squares, histogram, verdict.selected, settings, sampler.sigma, sampler.sensitivity
+        return settings.certify_counts(
+            vars(verdict), verdict.selected, sampler.sigma, sampler.sensitivity
         )
 
     def name_parts(self) -> list[str]:
@@ -260,38 +262,24 @@ class ExpectedScores(HiddenNoiseCertificate):
 
         Arguments are those of `Certificate.table_row`.
         """
-        return table_row(index, label, verdict, self, sampler.sigma)
-
-    @classmethod
-    def table_schema(cls) -> pa.Schema:
-        """Return the schema of the table, a `pyarrow.Schema`.
-
-        To the columns of `Certificate.table_schema` it adds "bound" (str, the confidence bound),
-        "p_upper" (float64, upper bound of the runner-up's expected score), "sums" and "squares"
-        (lists of int64, one per class: the scores and their squares, summed over the draws), and
-        for each certificate and norm the certified size (float64, input units), such as "exact_l2".
-        """
-        import pyarrow as pa
-
-        more = [("bound", pa.string()), ("p_upper", pa.float64())]
-        more += [("sums", pa.list_(pa.int64())), ("squares", pa.list_(pa.int64()))]
-        more += [(name, pa.float64()) for name in SIZE_COLUMNS]
-        return pa.schema(
-            [*base_schema(), *(pa.field(name, of, nullable=False) for name, of in more)]
-        )
+        found = super().table_row(index, label, verdict, sampler)
+        return {**found.pop("sizes"), **found.pop("more"), **found, "bound": self.bound}
 
     @classmethod
     def extra_columns(cls) -> Mapping[str, ColumnSpec]:
-        """Return the readers' additional columns, a dict from name to (type, least value or None).
+        """Return the additional columns, a dict from name to (type, least value or None).
 
-        They are "bound", "p_upper", "sums", "squares" and the sizes, such as "exact_l2".
+        They are "bound" (the confidence bound), "p_upper" (upper bound of the runner-up's expected
+        score), "sums" and "squares" (one per class: the scores and their squares, summed over the
+        draws), and for each certificate and norm the certified size (input units), such as
+        "exact_l2".
         """
-        numbers: ColumnSpec = (float, 0)
         return {
-            **dict.fromkeys((*SIZE_COLUMNS, "p_upper"), numbers),
+            "bound": (str, None),
+            "p_upper": (float, 0),
             "sums": (object, None),
             "squares": (object, None),
-            "bound": (str, None),
+            **dict.fromkeys(SIZE_COLUMNS, (float, 0)),
         }
 
     @classmethod
@@ -351,45 +339,42 @@ class ExpectedScores(HiddenNoiseCertificate):
         (`is_valid` False); its class is that of the largest mean score.
         """
         counted = table["bound"][0].as_py() == COUNTS_BOUND
-        answers = {name: table["prediction"].to_numpy() for name in CERTIFICATE_STYLES}
-        answers[VOTE_CERTIFICATE] = table["selected"].to_numpy()
         found = []
         for norm in NORMS:
-            for name, (title, line) in CERTIFICATE_STYLES.items():
+            for name, title in CERTIFICATE_TITLES.items():
+                vote = name == VOTE_CERTIFICATE
                 size = table[f"{name}_{norm}"].to_numpy()
-                answer = np.where(size > 0, answers[name], ABSTAIN)
-                by = answer, size, line, name
-                found.append(
-                    CertifiedSizes(
-                        name, norm, title, *by, predicts_by_vote=counted or name == VOTE_CERTIFICATE
-                    )
-                )
+                answer = table["selected" if vote else "prediction"].to_numpy()
+                answer = np.where(size > 0, answer, ABSTAIN)
+                sizes = CertifiedSizes(name, norm, title, answer, size, short_title=name)
+                found.append(replace(sizes, predicts_by_vote=counted or vote))
         size = table[AS_PRINTED].to_numpy()
         means = np.array([int(np.argmax(sums)) for sums in table["sums"].to_pylist()])
-        answer, name = np.where(size > 0, means, ABSTAIN), AS_PRINTED.removesuffix("_linf")
-        label = "as printed (claimed, does not hold)"
-        title = "as printed (does not hold)"
         printed = CertifiedSizes(
-            name,
+            AS_PRINTED.removesuffix("_linf"),
             "linf",
-            title,
-            answer,
+            "as printed (does not hold)",
+            np.where(size > 0, means, ABSTAIN),
             size,
-            short_title=label,
+            short_title="as printed (claimed, does not hold)",
             is_valid=False,
             predicts_by_vote=False,
         )
         return (*found, printed)
 
     @classmethod
-    def recertify(
-        cls, table: pa.Table, alpha: float
-    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Return the rows at a different error, a pair as `Certificate.recertify` returns it.
+    def recertify(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+        """Return the columns at a different error, to the bit those of a new certification.
 
-        The dict notes {"rebound_bound": None}: the bound stays.
+        Arguments are those of `Certificate.recertify`.
         """
-        return recertify_rows(table, alpha), {"rebound_bound": None}
+        settings, norms = read_table_settings(cls, table, alpha), read_sensitivity(table)
+        made = []
+        for row in table.to_pylist():
+            verdict = settings.certify_counts(row, row["selected"], row["sigma"], norms)
+            names = ("prediction", "p_lower", "p_upper", "radius")
+            made.append({**verdict.sizes, **{name: getattr(verdict, name) for name in names}})
+        return {name: np.array([each[name] for each in made]) for name in made[0]}
 
     @classmethod
     def recreate(
@@ -446,27 +431,24 @@ class BettingScores(ExpectedScores):
     mode: ClassVar[str] = "betting"
     binned_fields: ClassVar[tuple[str, ...]] = ("bins", "excess")  # of `betting.binned`
 
-    def decide(self, partials: Sequence[PartialCounts], sampler: ScoreSampler) -> ScoreVerdict:
-        sums, squares = total_counts(partials, "sums"), total_counts(partials, "squares")
-        bins = {name: total_counts(partials, name) for name in self.binned_fields}
-        histogram, selected = total_counts(partials, "histogram", self.n), selected_class(partials)
-        bounds = self.betting_bounds(bins, selected)
-        found = certify_scores(
-            sums, squares, histogram, selected, self, sampler.sigma, sampler.sensitivity, bounds
-        )
-        found.more.update({name: tuple(each.tolist()) for name, each in bins.items()})
-        return found
-
-    def betting_bounds(self, bins: Mapping[str, Any], selected: int) -> ScoreBounds:
-        """Return the bounds from the bins of all classes, one after the other."""
-        counts, excess = (
-            np.reshape(bins[name], (-1, score_bounds.NUM_BINS)) for name in self.binned_fields
+    def certify_counts(
+        self, counts: Mapping[str, Any], selected: int, scale: float, norms: Sensitivity
+    ) -> ScoreVerdict:
+        """Return all certificates of one input, from its counts with the bins of all classes."""
+        bins, excess = (
+            np.reshape(counts[name], (-1, score_bounds.NUM_BINS)) for name in self.binned_fields
         )
         if self.one_sided:
-            return score_bounds.score_bounds_betting_one_sided(
-                counts, excess, selected, 1 - self.alpha
+            bounds = score_bounds.score_bounds_betting_one_sided(
+                bins, excess, selected, 1 - self.alpha
             )
-        return score_bounds.score_bounds_betting(counts, excess, 1 - self.alpha)
+        else:
+            bounds = score_bounds.score_bounds_betting(bins, excess, 1 - self.alpha)
+        sums, squares, votes = (np.asarray(counts[n]) for n in ("sums", "squares", "histogram"))
+        found = certify_scores(sums, squares, votes, selected, self, scale, norms, bounds)
+        kept = {name: tuple(np.asarray(counts[name]).tolist()) for name in self.binned_fields}
+        found.more.update(kept, one_sided=self.one_sided)
+        return found
 
     def name_parts(self) -> list[str]:
         sides = ["one-sided"] if self.one_sided else []
@@ -474,28 +456,10 @@ class BettingScores(ExpectedScores):
 
     sampled_columns: ClassVar[frozenset[str]] = frozenset({"histogram", "squares"})
 
-    def table_row(
-        self, index: int, label: int, verdict: ScoreVerdict, sampler: ScoreSampler
-    ) -> dict[str, Any]:
-        """Return also whether one class alone was bounded."""
-        found = super().table_row(index, label, verdict, sampler)
-        return found | {"one_sided": self.one_sided}
-
-    @classmethod
-    def table_schema(cls) -> pa.Schema:
-        import pyarrow as pa
-
-        more = [(name, pa.list_(pa.int64())) for name in cls.binned_fields]
-        more.append(("one_sided", pa.bool_()))
-        fields = (pa.field(name, of, nullable=False) for name, of in more)
-        return pa.schema([*super().table_schema(), *fields])
-
     @classmethod
     def extra_columns(cls) -> Mapping[str, ColumnSpec]:
-        return {
-            **super().extra_columns(),
-            **dict.fromkeys((*cls.binned_fields, "one_sided"), _ANY),
-        }
+        bins = dict.fromkeys(cls.binned_fields, (object, None))
+        return {**super().extra_columns(), **bins, "one_sided": (bool, None)}
 
     @classmethod
     def check_table(cls, table: pa.Table, context: str) -> None:
@@ -545,23 +509,6 @@ class BettingScores(ExpectedScores):
         return {**made, "p_lower": p_a, "p_upper": p_b}
 
     @classmethod
-    def recertify(
-        cls, table: pa.Table, alpha: float
-    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        norms, rows = Sensitivity(**read_job_record(table)["sensitivity"]), []
-        for old in table.to_pylist():
-            kept = {name: old[name] for name in ("n", "n0", "norm", "one_sided")}
-            settings, selected = cls(**kept, alpha=alpha), old["selected"]
-            bounds = settings.betting_bounds(old, selected)
-            sums, squares, votes = (np.asarray(old[n]) for n in ("sums", "squares", "histogram"))
-            verdict = certify_scores(
-                sums, squares, votes, selected, settings, old["sigma"], norms, bounds
-            )
-            new = table_row(old["index"], old["label"], verdict, settings, old["sigma"])
-            rows.append({**old, **new})
-        return rows, {}
-
-    @classmethod
     def recreate(
         cls, certificates: CertificateTable, norm: str, batch: int
     ) -> tuple[ExpectedScores, ScoreSampler]:
@@ -602,6 +549,8 @@ class ScoreVerdict:
     histogram: tuple[int, ...]
     sizes: dict[str, float]
     more: dict[str, Any] = field(default_factory=dict)
+    looks: int = 1
+    target: None = None
 
     def vote_verdict(self, settings: ExpectedScores) -> Verdict:
         """Return the certificate of the vote on the same draws, in the settings' norm."""
@@ -733,43 +682,3 @@ def read_table_settings(settings_class: type[_Kind], table: pa.Table, alpha: flo
         return settings_class.model_validate({**given, "alpha": alpha})
     except ValidationError as error:
         raise UserError(f"the table: damaged: its rows are of no settings: {error}") from None
-
-
-def table_row(
-    index: int, label: int, verdict: ScoreVerdict, settings: ExpectedScores, scale: float
-) -> dict[str, Any]:
-    """One row of a table of expected scores; the first columns are those of every table."""
-    found = asdict(verdict)
-    return {
-        **found.pop("sizes"),
-        **found.pop("more"),
-        **found,
-        "index": index,
-        "label": label,
-        "n0": settings.n0,
-        "alpha": settings.alpha,
-        "norm": settings.norm,
-        "noise": settings.noise,
-        "sigma": scale,
-        "mode": settings.mode,
-        "cap": settings.n,
-        "looks": 1,
-        "target": None,
-        "spending": NO_SPENDING,
-        "bound": settings.bound,
-    }
-
-
-def recertify_rows(table: pa.Table, alpha: float) -> list[dict[str, Any]]:
-    """The same sums at another error."""
-    norms = Sensitivity(**read_job_record(table)["sensitivity"])
-    rows = []
-    for old in table.to_pylist():
-        kept = {name: old[name] for name in ("n", "n0", "norm")}
-        settings = ExpectedScores(**kept, alpha=alpha, bound=old["bound"])
-        sums, squares, histogram = (np.asarray(old[n]) for n in ("sums", "squares", "histogram"))
-        verdict = certify_scores(
-            sums, squares, histogram, old["selected"], settings, old["sigma"], norms
-        )
-        rows.append(table_row(old["index"], old["label"], verdict, settings, old["sigma"]))
-    return rows

@@ -26,10 +26,9 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from dpdist.certification.certificate import ClassifierRecord
 from dpdist.certification.noise import Noise
 from dpdist.core.errors import UserError
-from dpdist.core.fields import MAX_COUNT
-from dpdist.core.files import quoted
 from dpdist.models import NO_CLASS, may_hold_script, predicted_classes
 from dpdist.randomness import device_generators
 from dpdist.randomness.keys import AesWords
@@ -241,25 +240,8 @@ def read_classifier_spec(job_record: Mapping[str, Any], context: object) -> Clas
     Raises:
         UserError: it names none that could be executed.
     """
-    said = job_record.get("classifier")
-    pinned = {"notes": (), "check": "", **(said if isinstance(said, dict) else {})}
-    try:
-        spec = ClassifierSpec.from_pinned(pinned)
-    except TypeError:
-        raise UserError(f"{context}: damaged: {quoted(said)} is no classifier") from None
-    texts = (
-        spec.backend,
-        spec.torch_version,
-        spec.machine,
-        spec.check,
-        spec.device,
-        spec.generator,
-    )
-    known = all(isinstance(text, str) for text in texts) and type(spec.batch) is int
-    known = known and spec.backend in FORMS and spec.generator in STREAMS
-    if not known or spec.device not in ("cpu", "cuda") or not 1 <= spec.batch <= MAX_COUNT:
-        raise UserError(f"{context}: damaged: names no classifier that could be executed")
-    return spec
+    record = ClassifierRecord.parse(job_record.get("classifier", {}), f"{context}: classifier")
+    return ClassifierSpec.from_pinned(record.model_dump())
 
 
 class ExecutedClassifier:

@@ -26,16 +26,15 @@ class pays for another. Radii are tested in ascending order and the first failur
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, final
 
 import numpy as np
 import scipy
 from numpy.typing import ArrayLike
-from pydantic import ValidationError, model_validator
+from pydantic import model_validator
 
 from dpdist.certification import score_bounds
 from dpdist.certification.certificate import (
@@ -60,11 +59,16 @@ from dpdist.certification.expected_scores import (
 )
 from dpdist.certification.noise import Noise
 from dpdist.certification.score_bounds import SCORE_UNIT, Sensitivity
-from dpdist.certification.table import ABSTAIN, CertificateTable, CertifiedSizes, read_job_record
+from dpdist.certification.table import (
+    ABSTAIN,
+    CertificateTable,
+    CertifiedSizes,
+    read_job_record,
+    read_settings,
+)
 from dpdist.core.binomial import check_alpha, clopper_pearson_upper
 from dpdist.core.console import format_exact
 from dpdist.core.errors import UserError
-from dpdist.core.files import error_text
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -253,9 +257,8 @@ def anytime_lower(hits: ArrayLike, draws: ArrayLike, alpha: float) -> np.ndarray
 
 # Error of the upper bound by which hopeless inputs are given up (never adds a certificate).
 FUTILITY_ALPHA = 0.01
-_Kind = TypeVar("_Kind", bound=Certificate)
+
 HITS = "hits"  # column: how often the selected class was said by each look, from the first one on
-_Sequential = TypeVar("_Sequential", bound="SequentialSmoothing")
 
 
 class SequentialSmoothing(Smoothing):
@@ -446,7 +449,7 @@ class TargetRadius(SequentialSmoothing):
         Its keys are "prediction" (-1: abstains), "radius" (0 if none passed), "target" and
         "p_lower".
         """
-        settings = read_target_settings(cls, table)
+        settings = read_settings(cls, read_job_record(table), "the table's description")
         radii = np.array(settings.radii)
         p0 = np.array(settings.hypotheses(equivalent_input_noise(table)))
         looks = _looks_of_table(table)
@@ -468,26 +471,17 @@ class TargetRadius(SequentialSmoothing):
         }
 
     @classmethod
-    def recertify(
-        cls, table: pa.Table, alpha: float
-    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    def recertify(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
         """Raise UserError: early stopping certifies its radii only at the table's own alpha."""
-        raise UserError(
-            "results of early stopping (mode target-radius) certify their radius at their alpha "
-            "and "
-            "nothing else; certify again with mode fixed or anytime to choose alpha later",
-            see="how-to/certification.md#continue-or-change-alpha",
-        )
+        raise _stopped_early(cls.mode_name(), "mode fixed or anytime")
 
 
-def read_target_settings(settings_class: type[_Kind], table: pa.Table) -> _Kind:
-    """The settings that a table of target radii states. Raises UserError where they are none."""
-    stated = read_job_record(table).get("settings", {})
-    given = {name: stated[name] for name in stated.keys() & settings_class.model_fields.keys()}
-    try:
-        return settings_class.model_validate(given)
-    except ValidationError as error:
-        raise UserError(f"the table's description: damaged: {error_text(error)}") from None
+def _stopped_early(mode: str, instead: str) -> UserError:
+    return UserError(
+        f"results of early stopping (mode {mode}) certify their radius at their alpha and nothing "
+        f"else; certify again with {instead} to choose alpha later",
+        see="how-to/certification.md#continue-or-change-alpha",
+    )
 
 
 def read_executed_batch(table: pa.Table) -> int:
@@ -644,7 +638,7 @@ class Anytime(SequentialSmoothing):
     @classmethod
     def constant_columns(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values that every row must have, a dict with "target", the largest radius."""
-        radii = read_target_settings(cls, table).radii
+        radii = read_settings(cls, read_job_record(table), "the table's description").radii
         return {**super().constant_columns(table, settings), "target": radii[-1] if radii else None}
 
     @classmethod
@@ -778,15 +772,6 @@ class TargetScores(HiddenNoiseCertificate):
     spending: ClassVar[str] = "betting, 1/alpha"
     sampled_columns: ClassVar[frozenset[str]] = frozenset({"selected", "k"})
 
-    def table_row(
-        self, index: int, label: int, verdict: Verdict, sampler: ScoreSampler
-    ) -> dict[str, Any]:
-        """Return the row of an input: its verdict, and the settings on which it rests."""
-        found = dataclasses.asdict(verdict) | {"spending": self.spending}
-        found |= {"index": index, "label": label, "sigma": sampler.sigma, "cap": self.n}
-        named = ("n0", "alpha", "norm", "noise", "mode")
-        return found | {name: getattr(self, name) for name in named}
-
     @classmethod
     def consistent_counts(cls, table: pa.Table) -> np.ndarray:
         """Blocks of draws as they were executed."""
@@ -798,7 +783,7 @@ class TargetScores(HiddenNoiseCertificate):
         draws are not kept: whether it passed cannot be made again."""
         from dpdist.certification.worker import ScoreSampler
 
-        settings = read_target_settings(cls, table)
+        settings = read_settings(cls, read_job_record(table), "the table's description")
         place = ScoreSampler(table["sigma"][0].as_py(), read_sensitivity(table))
         radii, p0 = np.array(settings.radii), np.array(settings.hypotheses(place))
         certified = table["prediction"].to_numpy() != ABSTAIN
@@ -816,16 +801,11 @@ class TargetScores(HiddenNoiseCertificate):
         answer, size = table["prediction"].to_numpy(), table["radius"].to_numpy()
         norm = table["norm"][0].as_py()
         title = "exact profile, targets"
-        return (CertifiedSizes("exact", norm, title, answer, size, "-", predicts_by_vote=False),)
+        return (CertifiedSizes("exact", norm, title, answer, size, predicts_by_vote=False),)
 
     @classmethod
-    def recertify(
-        cls, table: pa.Table, alpha: float
-    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        raise UserError(
-            "results of early stopping (mode target-scores) certify their radius at their alpha "
-            "and nothing else; certify again with bound betting to choose alpha later"
-        )
+    def recertify(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+        raise _stopped_early(cls.mode_name(), "bound betting")
 
     @classmethod
     def recreate(

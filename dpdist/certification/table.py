@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from dpdist.certification.noise import Gaussian, norm_equivalence_factor
 from dpdist.core.errors import UserError
-from dpdist.core.files import ColumnSpec, quoted
+from dpdist.core.files import ColumnSpec, error_text
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -34,44 +34,25 @@ KEY = b"dpdist.certification"
 INPUT_SHAPE, INPUT_RANGE, CLEAN_WRONG = "input_shape", "input_range", "clean_wrong"
 
 
-@cache
-def base_schema() -> pa.Schema:
-    """Return the schema of the columns that every table begins with."""
-    import pyarrow as pa
-
-    return pa.schema(
-        [
-            pa.field("index", pa.int64(), nullable=False),
-            pa.field("label", pa.int64(), nullable=False),
-            pa.field("prediction", pa.int64(), nullable=False),
-            pa.field("selected", pa.int64(), nullable=False),
-            pa.field("k", pa.int64(), nullable=False),
-            pa.field("n", pa.int64(), nullable=False),
-            pa.field("n0", pa.int64(), nullable=False),
-            pa.field("alpha", pa.float64(), nullable=False),
-            pa.field("p_lower", pa.float64(), nullable=False),
-            pa.field("radius", pa.float64(), nullable=False),
-            pa.field("norm", pa.string(), nullable=False),
-            pa.field("noise", pa.string(), nullable=False),
-            pa.field("sigma", pa.float64(), nullable=False),
-            pa.field("mode", pa.string(), nullable=False),
-            pa.field("cap", pa.int64(), nullable=False),
-            pa.field("looks", pa.int64(), nullable=False),
-            pa.field("target", pa.float64()),
-            pa.field("spending", pa.string(), nullable=False),
-            pa.field("histogram", pa.list_(pa.int64())),
-        ]
-    )
-
-
 # What every reader relies on: the kind and the least of each column.
 COLUMNS: dict[str, ColumnSpec] = {
     "index": (int, 0), "label": (int, 0), "prediction": (int, -1), "selected": (int, -1),
     "k": (int, 0), "n": (int, 0), "n0": (int, 0), "alpha": (float, 0), "p_lower": (float, 0),
     "radius": (float, 0), "norm": (str, None), "noise": (str, None), "sigma": (float, 0),
-    "mode": (str, None), "cap": (int, 0), "looks": (int, 0), "spending": (str, None),
-    "target": (object, None), "histogram": (object, None),
+    "mode": (str, None), "cap": (int, 0), "looks": (int, 0), "target": (object, None),
+    "spending": (str, None), "histogram": (object, None),
 }  # fmt: skip
+
+
+@cache
+def base_schema() -> pa.Schema:
+    """Return the schema of the columns that every table begins with."""
+    import pyarrow as pa
+
+    from dpdist.cluster import job_folder
+
+    of_classes = pa.field("histogram", pa.list_(pa.int64()))
+    return job_folder.schema_of(COLUMNS, pa.field("target", pa.float64()), of_classes)
 
 
 def build(
@@ -103,6 +84,16 @@ def read(path: Path) -> pa.Table:
     return job_folder.read_table(path, COLUMNS, KEY)
 
 
+def read_settings(kind: type[Any], job_record: Mapping[str, Any], context: object) -> Any:
+    """Return the settings that a table states, of its kind of certificate. Raises UserError."""
+    stated = {**job_record.get("settings", {}), "seed": job_record.get("seed")}
+    given = {name: stated[name] for name in stated.keys() & kind.model_fields.keys()}
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise UserError(f"{context}: damaged: settings: {error_text(error)}") from None
+
+
 def write(table: pa.Table, path: Path) -> None:
     """Write the one canonical file of a table, whole or not at all."""
     from dpdist.cluster import job_folder
@@ -118,10 +109,9 @@ class CertifiedSizes:
     """The sizes that one certificate of a table states of every input.
 
     name, norm: of the certificate ("exact", "linf"). title: what it is, in words. prediction: int64
-    (N,), the certified class, -1 where none is. size: float64 (N,), input units. line_style: how
-    pictures draw it, None: not. short_title: its line in a summary. is_valid: whether it is valid
-    at all. predicts_by_vote: whether it speaks of the class that most draws say, or of the class of
-    the largest mean score.
+    (N,), the certified class, -1 where none is. size: float64 (N,), input units. short_title: its
+    line in a summary. is_valid: whether it is valid at all. predicts_by_vote: whether it speaks of
+    the class that most draws say, or of the class of the largest mean score.
     """
 
     name: str
@@ -129,7 +119,7 @@ class CertifiedSizes:
     title: str
     prediction: np.ndarray
     size: np.ndarray
-    line_style: str | None = None
+
     short_title: str = ""
     is_valid: bool = True
     predicts_by_vote: bool = True
@@ -185,14 +175,9 @@ class CertificateTable:
 
         It does not depend on the folder. If the table states no settings, it is the folder's name.
         """
-        settings = self.job_record.get("settings", {})
-        given = {
-            key: settings[key]
-            for key in settings.keys() & self.certificate_class.model_fields.keys()
-        }
         try:
-            return str(self.certificate_class.model_validate(given).folder_name)
-        except ValidationError:  # written by another version
+            return str(self.read_settings().folder_name)
+        except UserError:  # written by another version
             return self.name
 
     def read_settings(self) -> Any:
@@ -205,18 +190,7 @@ class CertificateTable:
         Raises:
             UserError: the table's file is damaged: the settings are not valid for its kind.
         """
-        settings = {**self.job_record["settings"], "seed": self.job_record["seed"]}
-        mode = settings.pop("mode", self.mode)
-        if mode != self.mode:
-            raise UserError(f"{self.path}: damaged: its settings are of mode {quoted(mode)}")
-        if "mode" in self.certificate_class.model_fields:
-            settings["mode"] = mode
-        try:
-            return self.certificate_class.model_validate(settings)
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(map(str, first["loc"]))
-            raise UserError(f"{self.path}: damaged: settings.{key}: {first['msg']}") from None
+        return read_settings(self.certificate_class, self.job_record, self.path)
 
     @property
     def description(self) -> str:

@@ -147,12 +147,13 @@ def recertify(table: pa.Table, alpha: float) -> pa.Table:
     if not 0 < alpha < 1:
         raise UserError(f"alpha: must be between 0 and 1, got {alpha}")
     kind = class_of_table(table)
-    rows, notes = kind.recertify(table, alpha)
-    return tables.build(
-        rows,
-        {**tables.read_job_record(table), "rebound_alpha": alpha, **notes},
-        kind.table_schema(),
-    )
+    made = {name: column.tolist() for name, column in kind.recertify(table, alpha).items()}
+    rows = [
+        row | {name: column[place] for name, column in made.items()} | {"alpha": alpha}
+        for place, row in enumerate(table.to_pylist())
+    ]
+    about = {**tables.read_job_record(table), "rebound_alpha": alpha}
+    return tables.build(rows, about, kind.table_schema())
 
 
 def achievable_label_radii(table: pa.Table) -> np.ndarray | None:

@@ -152,16 +152,9 @@ class TwoClass(Cohen):
         )
 
     @classmethod
-    def table_schema(cls) -> pa.Schema:
-        """Return the schema with the runner-up's bound "p_upper", a `pyarrow.Schema`."""
-        import pyarrow as pa
-
-        return super().table_schema().append(pa.field("p_upper", pa.float64(), nullable=False))
-
-    @classmethod
     def extra_columns(cls) -> Mapping[str, Any]:
-        """Return the readers' additional columns, a dict with "p_upper" and "histogram"."""
-        return {**super().extra_columns(), "p_upper": (float, 0), "histogram": (object, None)}
+        """Return the additional columns, a dict with the runner-up's bound "p_upper"."""
+        return {**super().extra_columns(), "p_upper": (float, 0)}
 
     @classmethod
     def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:

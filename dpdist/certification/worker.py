@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -66,22 +66,6 @@ from dpdist.randomness.noise_location import (
 # --- samplers and counters --------------------------------------------------------------------
 
 
-class Inspector(Protocol):
-    """Looks at counted blocks (`dpdist.certification.reexecution`)."""
-
-    def __call__(
-        self, index: int, stage: str, block: int, rows: Tensor, logits: Tensor, draws: int,
-        scores: bool = False,
-    ) -> None:  # fmt: skip
-        """Raise where what was counted of the first draws does not hold. rows: as executed;
-        scores: whether scores were counted, not classes alone."""
-        ...
-
-    def for_purpose(self, purpose: str) -> Self:
-        """Return the same for counts of another purpose."""
-        ...
-
-
 def count_classes(logits: Tensor, classes: int) -> Tensor:
     """Return the number of rows of logits (B, classes) of each class: int64 (classes,).
 
@@ -108,7 +92,7 @@ class InputNoiseCounter:
         input_shape: tuple[int, ...],
         *,
         noise_stream: Stream | None = None,
-        inspector: Inspector | None = None,
+        inspector: Reexecution | None = None,
     ) -> None:
         self._classify, self._inspect = classify, inspector
         self._noise, self._stream = noise, noise_stream or Aes()
@@ -175,7 +159,7 @@ class HiddenNoiseCounter:
         stream_keys: StreamKeys,
         *,
         noise_stream: Stream | None = None,
-        inspector: Inspector | None = None,
+        inspector: Reexecution | None = None,
     ) -> None:
         self._first, self._rest, self._stream = first.eval(), rest, noise_stream or Aes()
         self._inspect = inspector
@@ -207,7 +191,7 @@ class HiddenNoiseCounter:
     ) -> np.ndarray:
         """Classes of the first ``draws`` of a block's ``rows``, as ``InputNoiseCounter`` counts
         them."""
-        return self._sample_scores(x, index, stage, block, rows, draws).histogram
+        return self.sample_block(x, index, block, rows, draws, stage=stage, counted=False).histogram
 
     def sample_block(
         self,
@@ -219,29 +203,14 @@ class HiddenNoiseCounter:
         binned: bool = False,
         leader: int | None = None,
         stage: str = ESTIMATE,
+        counted: bool = True,
     ) -> BlockScores:
         """Scores of the first ``draws`` of one canonical block's ``rows``.
 
         x: float32 of the network's input shape. index names the input in the noise's key. leader:
-        what is binned are its leads over each class (`betting.leads`).
+        what is binned are its leads over each class (`betting.leads`). counted: whether the scores
+        count, not the classes alone.
         """
-        return self._sample_scores(
-            x, index, stage, block, rows, draws, binned, leader, counted=True
-        )
-
-    def _sample_scores(
-        self,
-        x: Tensor,
-        index: int,
-        stage: str,
-        block: int,
-        rows: int,
-        draws: int,
-        binned: bool = False,
-        leader: int | None = None,
-        counted: bool = False,
-    ) -> BlockScores:
-        """counted: whether the scores count, not the classes alone."""
         with torch.inference_mode():
             noisy = self.noisy_hidden(x, index, stage, block, rows)
             logits = self._rest(noisy)
@@ -347,8 +316,13 @@ class VoteSampler:
         cut = self.location.split(assignment.model, assignment.input_shape)
         if cut.before_noise is not None:
             return _hidden_noise_check_batch(cut, assignment, copies)
-        noise, inputs = self._check_noise_and_inputs(assignment, copies)
-        return cut.after_noise, noise + inputs
+        stream = assignment.stream
+        rows = assignment.batch_rows(int(np.prod(assignment.input_shape)))
+        inputs = array_to_tensor(assignment.check_inputs).to(stream.device)
+        unit = assignment.stream_keys.key(None, keys.CHECK, 0)
+        noise = torch.empty(rows, *assignment.input_shape, device=stream.device)
+        stream.fill(self.noise, unit, noise)
+        return cut.after_noise, noise + inputs[_check_input_indices(rows, inputs, copies)]
 
     def build_counter(
         self, assignment: Assignment, spec: ClassifierSpec
@@ -366,21 +340,6 @@ class VoteSampler:
                 classify.logits, batch, spec.backend),
         )  # fmt: skip
         return sampler, classify(batch)
-
-    def _check_noise_and_inputs(
-        self, assignment: Assignment, copies: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Noise and inputs of the check batch."""
-        stream, rows = (
-            assignment.stream,
-            assignment.batch_rows(int(np.prod(assignment.input_shape))),
-        )
-        inputs = array_to_tensor(assignment.check_inputs).to(stream.device)
-        unit = assignment.stream_keys.key(None, keys.CHECK, 0)
-        values = torch.empty(rows, *assignment.input_shape, device=stream.device)
-        return stream.fill(self.noise, unit, values), inputs[
-            _check_input_indices(rows, inputs, copies)
-        ]
 
 
 @dataclass(frozen=True)

@@ -461,7 +461,7 @@ def _run_membership_attacks(
         asked.recipe, asked.folder, settings, asked.output, asked.workers
     )
     found = run_attacks(settings, asked.recipe, path, attacks)
-    write_result(path.with_name("roc.png"), plot_roc_curves([found.panel]))
+    write_result(path.with_name("roc.png"), plot_roc_curves(*found.panel))
     if not asked.as_json:
         for title, rows in found.tables():
             typer.echo(console.format_table(rows, title=title))
@@ -489,6 +489,11 @@ class VoteKeys(Section):
     radii: Annotated[tuple[PositiveOrZero, ...], OneOrMore] = ()
     changes: Annotated[tuple[CountOrZero, ...], OneOrMore] = ()
 
+    @property
+    def all_radii(self) -> tuple[float, ...]:
+        """Return the radii, 0 first."""
+        return (0.0, *[radius for radius in self.radii if radius])
+
 
 def _audit_poison(asked: _Asked, settings: Poisoning, keys: VoteKeys) -> None:
     """Certify answers against poisoned training records, by the votes of many models."""
@@ -498,8 +503,6 @@ def _audit_poison(asked: _Asked, settings: Poisoning, keys: VoteKeys) -> None:
     from dpdist.training.records import data_source, load_test_records
 
     recipe, folder = asked.recipe, asked.folder
-    at = (0.0, *[radius for radius in keys.radii if radius])
-    rule = _VoteSettings(settings.models, keys.select, keys.alpha, at, settings.sigma)
     settings.output_folder(folder, asked.output)
     if not folder.check_same_recipe(recipe):
         refuse_unused(recipe, asked.context)
@@ -507,12 +510,12 @@ def _audit_poison(asked: _Asked, settings: Poisoning, keys: VoteKeys) -> None:
     records = len(check_trainable(trained, asked.context)[0])
     settings.choose_inputs(len(load_test_records(trained, data_source(trained))), asked.context)
     _, plan = settings.training_plan(trained, records)
-    poisoned = None if settings.partitions else rule.poisoning_effect(settings, plan, records)
+    poisoned = None if settings.partitions else _poisoning_effect(settings, keys, plan, records)
     folder.create_or_open(recipe)
     with pipeline.run_session(folder, executor=executor_name()):
         path = pipeline.evaluation_stage(recipe, folder, settings, asked.output, asked.workers)
     votes = settings.read(path)
-    found = rule.certify_votes(votes, poisoned)
+    found = _certify_votes(votes, poisoned, settings, keys)
     rows = _vote_rows(votes, found, plan, list(keys.changes), path)
     if asked.as_json:
         console.print_json(dict(rows))
@@ -521,50 +524,41 @@ def _audit_poison(asked: _Asked, settings: Poisoning, keys: VoteKeys) -> None:
     _write_csv(path.with_name("inputs.csv"), votes, found[0])
 
 
-@dataclass(frozen=True)
-class _VoteSettings:
-    """How votes are read: how many models choose the class, error, input radii, input noise."""
+def _poisoning_effect(
+    settings: Poisoning, keys: VoteKeys, plan: PrivacyPlan, records: int
+) -> PoisoningBound:
+    """Return the effect of changed records on one training, before it is trained.
 
-    models: int
-    select: int
-    alpha: float
-    radii: tuple[float, ...]
-    sigma: float | None
+    Raises UserError.
+    """
+    from dpdist.poisoning import certificates
 
-    def poisoning_effect(
-        self, settings: Poisoning, plan: PrivacyPlan, records: int
-    ) -> PoisoningBound:
-        """Return the effect of changed records on one training, before it is trained.
+    certificates.check_options(settings.models, keys.select, keys.all_radii, settings.sigma)
+    if settings.bag is not None:
+        return certificates.BaggingPoisoningBound(records, settings.bag)
+    try:
+        return certificates.PrivatePoisoningBound(plan)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
-        Raises UserError.
-        """
-        from dpdist.poisoning import certificates
-        from dpdist.poisoning.certificates import BaggingPoisoningBound, check_options
 
-        check_options(self.models, self.select, self.radii, self.sigma)
-        if settings.bag is not None:
-            return BaggingPoisoningBound(records, settings.bag)
-        try:
-            return certificates.PrivatePoisoningBound(plan)
-        except ValueError as error:
-            raise UserError(str(error)) from None
+def _certify_votes(
+    votes: Votes, effect: PoisoningBound | None, settings: Poisoning, keys: VoteKeys
+) -> list[PoisoningCertificates]:
+    """Return the statements: one of partitions; two of keys.
 
-    def certify_votes(
-        self, votes: Votes, effect: PoisoningBound | None
-    ) -> list[PoisoningCertificates]:
-        """Return the statements: one of partitions; two of keys.
+    Those of keys are each input's by itself, and one with which none of the whole set is false.
+    """
+    from dpdist.certification.statistics import ERROR
+    from dpdist.poisoning.certificates import certify_partitioned_models, certify_random_models
 
-        Those of keys are each input's by itself, and one with which none of the whole set
-        is false.
-        """
-        from dpdist.certification.statistics import ERROR
-        from dpdist.poisoning.certificates import certify_partitioned_models, certify_random_models
-
-        if effect is None:
-            return [certify_partitioned_models(votes)]
-        how: dict[str, Any] = {"select": self.select, "radii": self.radii, "sigma": self.sigma}
-        errors = (self.alpha, ERROR / len(votes.index))
-        return [certify_random_models(votes, effect, alpha=each, **how) for each in errors]
+    if effect is None:
+        return [certify_partitioned_models(votes)]
+    how: dict[str, Any] = {
+        "select": keys.select, "radii": keys.all_radii, "sigma": settings.sigma
+    }  # fmt: skip
+    errors = (keys.alpha, ERROR / len(votes.index))
+    return [certify_random_models(votes, effect, alpha=each, **how) for each in errors]
 
 
 def _vote_rows(

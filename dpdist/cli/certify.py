@@ -8,7 +8,7 @@ of texts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -433,9 +433,8 @@ def predict_command(
         answerer = release.text_answerer if release is not None else _text_answerer(recipe, saved)
         _answer_texts(answerer, targets, _documents(files, texts), as_json)
         return
-    saved, images = _with_rows(saved, files or [])
     if targets != "class":
-        _tell_values(saved, targets, images, as_json)
+        _tell_values(saved, files or [], as_json)
         return
     if recipe is not None and recipe.method.capabilities.not_releasable_reason is not None:
         from dpdist.training.ensembles import QueryOracle
@@ -445,9 +444,9 @@ def predict_command(
                 "--set certify, --label-only: must be left out, as this run's answers are paid for "
                 "and have no certificate"
             )
-        _predict_with_paid_answers(QueryOracle(recipe, folder), saved, images, as_json)
+        _predict_with_paid_answers(QueryOracle(recipe, folder), saved, files or [], as_json)
         return
-    _predict_smoothed(saved, images, given, label_only, as_json)
+    _predict_smoothed(saved, files or [], given, label_only, as_json)
 
 
 def _write_texts(
@@ -538,7 +537,6 @@ class _SavedModel:
     fit: Callable[[Any], Any] = lambda pixels: pixels
     bounded: bool = True  # numbers of images lie in [0, 1]
     columns: Any = None  # names of the features of a table
-    inputs: Mapping[Path, Any] = field(default_factory=dict)  # by name: a row; None: to be read
 
 
 def _saved_release(release: Release) -> _SavedModel:
@@ -585,173 +583,168 @@ def _picture_fit(folder: RunFolder, recipe: Any) -> Callable[[Any], Any]:
 
 
 def _predict_smoothed(
-    saved_model: _SavedModel,
-    images: list[Path],
-    given: dict[str, Any],
-    label_only: bool,
-    as_json: bool,
+    saved: _SavedModel, files: list[Path], given: dict[str, Any], label_only: bool, as_json: bool
 ) -> None:
-    """Print label and radius of images; without any noise the label alone, and that it is plain."""
+    """Print label and radius of inputs; without any noise the label alone, and that it is plain."""
     from dpdist import models
 
     options = {"n": DEFAULT_DRAWS, "alpha": DEFAULT_ALPHA} | given
-    spec = models.read_spec(saved_model.path)
-    inputs = _read_images(saved_model, images, spec.input_shape)
-    console.log(f"{saved_model.path}: loading the model")
+    spec = models.read_spec(saved.path)
+    inputs = _read_inputs(saved, files, spec.input_shape)
+    console.log(f"{saved.path}: loading the model")
     from dpdist.certification.noise import format_radius
     from dpdist.certification.predict import Predictor
     from dpdist.certification.registry import settings_of
     from dpdist.randomness.noise_location import find_noise_location, resolve_smoothing_sigma
 
-    model, sigma = saved_model.load_model(), given.get("sigma")
-    if sigma is None and saved_model.certificate is not None:
-        sigma = saved_model.certificate.sigma
+    model, sigma = saved.load_model(), given.get("sigma")
+    if sigma is None and saved.certificate is not None:
+        sigma = saved.certificate.sigma
     if sigma is None and not (given or label_only or find_noise_location(model).is_random):
-        _tell_plain_labels(saved_model, model, images, inputs, as_json)
+        _tell_plain_labels(saved, model, inputs, as_json)
         return
-    sigma = resolve_smoothing_sigma(model, sigma, saved_model.path)
+    sigma = resolve_smoothing_sigma(model, sigma, saved.path)
     settings = settings_of(options | {"sigma": sigma})
     try:
         predictor = Predictor(model, settings, spec.classes, spec.input_shape)
     except ValueError as error:
-        raise UserError(f"{saved_model.path}: the model cannot be certified: {error}") from error
-    for path, x in zip(images, inputs, strict=True):
+        raise UserError(f"{saved.path}: the model cannot be certified: {error}") from error
+    for name, x in inputs:
         if label_only:
             label, radius = predictor.predict(x), None
         else:
-            with console.progress(path.name, "blocks of draws") as show:
+            with console.progress(Path(name).name, "blocks of draws") as show:
                 verdict = predictor.certify(x, show)
             label, radius = verdict.prediction, verdict.radius
-        said = "ABSTAIN" if label == -1 else saved_model.classes[label]
+        said = "ABSTAIN" if label == -1 else saved.classes[label]
         if label != -1 and radius is not None:
             said += f" (L2 radius {format_radius(radius)})"
         more = {
             "abstain": label == -1, "radius": radius, "norm": "l2", "sigma": sigma,
             "alpha": settings.alpha,
         }  # fmt: skip
-        _print_label(path, saved_model.classes, label, more, said, as_json)
+        _print_label(name, saved.classes, label, more, said, as_json)
 
 
-def _tell_values(saved: _SavedModel, targets: str, images: list[Path], as_json: bool) -> None:
-    """Print what a model of numbers or labels says, without noise: numbers as they are, of labels
-    which are 1."""
+def _plain_outputs(model: nn.Module, inputs: list[tuple[str, Tensor]]) -> Tensor:
+    """Return the outputs of a model without noise."""
     import torch
 
+    with torch.inference_mode():
+        outputs: Tensor = model(torch.stack([x for _, x in inputs]))
+        return outputs
+
+
+def _tell_values(saved: _SavedModel, files: list[Path], as_json: bool) -> None:
+    """Print what a model of numbers or labels says, without noise: numbers as they are, of labels
+    which are 1."""
     from dpdist import models
 
-    shape = models.read_spec(saved.path).input_shape
-    inputs = torch.stack(_read_images(saved, images, shape))
-    with torch.inference_mode():
-        outputs = saved.load_model()(inputs).double().tolist()
-    for path, values in zip(images, outputs, strict=True):
-        told = values if targets == "number" else [int(value > 0) for value in values]
+    inputs = _read_inputs(saved, files, models.read_spec(saved.path).input_shape)
+    outputs = _plain_outputs(saved.load_model(), inputs).double().tolist()
+    for (name, _), values in zip(inputs, outputs, strict=True):
+        told = values if saved.targets == "number" else [int(value > 0) for value in values]
         if as_json:
-            console.print_json({"image": str(path), targets: told, "outputs": values})
+            console.print_json({"image": name, saved.targets: told, "outputs": values})
         else:
-            typer.echo(f"{path}: {' '.join(f'{value:.6g}' for value in told)}")
+            typer.echo(f"{name}: {' '.join(f'{value:.6g}' for value in told)}")
 
 
 def _tell_plain_labels(
-    saved: _SavedModel, model: nn.Module, images: list[Path], inputs: list[Tensor], as_json: bool
+    saved: _SavedModel, model: nn.Module, inputs: list[tuple[str, Tensor]], as_json: bool
 ) -> None:
     """Print the labels that a model without noise says, and that nothing is certified of them."""
-    import torch
-
     from dpdist import models
 
     console.log(
         f"{saved.path}: no noise is named, so these are plain predictions without a certificate; "
         "--set certify.sigma=S certifies"
     )
-    with torch.inference_mode():
-        labels = models.predicted_classes(model(torch.stack(inputs))).tolist()
-    for path, label in zip(images, labels, strict=True):
+    labels = models.predicted_classes(_plain_outputs(model, inputs)).tolist()
+    for (name, _), label in zip(inputs, labels, strict=True):
         said = "no answer: its numbers are not finite" if label == -1 else saved.classes[label]
         uncertified = {"radius": None, "norm": None, "sigma": None, "alpha": None}
         more = {"abstain": label == -1, **uncertified, "certified": False}
-        _print_label(path, saved.classes, label, more, f"{said} (no certificate)", as_json)
+        _print_label(name, saved.classes, label, more, f"{said} (no certificate)", as_json)
 
 
 def _predict_with_paid_answers(
-    oracle: QueryOracle, saved: _SavedModel, images: list[Path], as_json: bool
+    oracle: QueryOracle, saved: _SavedModel, files: list[Path], as_json: bool
 ) -> None:
     """Answers that are paid for, each counted; an image answered before is answered so again."""
     import torch
 
-    inputs = torch.stack([_read_image(saved, path, oracle.input_shape) for path in images])
-    for path, scores in zip(images, oracle(inputs).tolist(), strict=True):
+    inputs = _read_inputs(saved, files, oracle.input_shape)
+    answers = oracle(torch.stack([x for _, x in inputs])).tolist()
+    for (name, _), scores in zip(inputs, answers, strict=True):
         label = scores.index(max(scores))
-        _print_label(path, saved.classes, label, {"scores": scores}, saved.classes[label], as_json)
+        _print_label(name, saved.classes, label, {"scores": scores}, saved.classes[label], as_json)
     console.log(f"{oracle.answers_left:,} answers are left")
 
 
 def _print_label(
-    path: Path, classes: Sequence[str], label: int, more: dict[str, Any], said: str, as_json: bool
+    name: str, classes: Sequence[str], label: int, more: dict[str, Any], said: str, as_json: bool
 ) -> None:
     """Print an input's label, -1 where there is none, as JSON with more keys, or as it is said."""
     if as_json:
         named = None if label == -1 else classes[label]
-        console.print_json({"image": str(path), "label": label, "class": named, **more})
+        console.print_json({"image": name, "label": label, "class": named, **more})
     else:
-        typer.echo(f"{path}: {said}")
+        typer.echo(f"{name}: {said}")
 
 
-def _with_rows(saved: _SavedModel, files: list[Path]) -> tuple[_SavedModel, list[Path]]:
-    """Return the model with its inputs, and their names: each row of a table is one, FILE:ROW."""
-    from dpdist.data.parquet import Columns, read_features
-
-    found, names = dict[Path, Any](), list[Path]()
-    for file in files:
-        if file.suffix.lower() not in (".csv", ".jsonl", ".parquet"):
-            found[file] = None
-            names.append(file)
-            continue
-        if not (saved.columns and saved.columns.features):
-            raise UserError(f"{file}: a table is for models of features; give pictures or arrays")
-        columns = Columns(
-            label=saved.columns.label, features=tuple(saved.columns.features),
-            preprocessing=tuple(saved.columns.preprocessing.items()),
-        )  # fmt: skip
-        rows = read_features(file, columns)
-        of_rows = {Path(f"{file}:{number}"): row for number, row in enumerate(rows)}
-        found |= of_rows
-        names += of_rows
-    return replace(saved, inputs=found), names
+_TABLES = (".csv", ".jsonl", ".parquet")
 
 
-def _read_images(saved: _SavedModel, paths: list[Path], shape: tuple[int, ...]) -> list[Tensor]:
-    """Return the inputs of some files, each of the model's shape."""
-    pictures = [path for path in paths if saved.inputs[path] is None and path.suffix != ".npy"]
-    if not saved.bounded and pictures:
+def _read_inputs(
+    saved: _SavedModel, files: list[Path], shape: tuple[int, ...]
+) -> list[tuple[str, Tensor]]:
+    """Return name and input of each file; each row of a table is one, FILE:ROW."""
+    from dpdist.certification.predict import to_model_input
+
+    if not saved.bounded and any(file.suffix not in (*_TABLES, ".npy") for file in files):
         console.log(
             "pictures: numbers of 8 bits are divided by 255; how the script scaled its inputs is "
             "not known here"
         )
-    return [_read_image(saved, path, shape) for path in paths]
+    found = []
+    for file in files:
+        values = _read_rows(saved, file) if file.suffix.lower() in _TABLES else None
+        try:
+            rows = [(str(file), _read_array(saved, file))] if values is None else values
+            found += [(n, to_model_input(x, shape, bounded=saved.bounded)) for n, x in rows]
+        except ValueError as error:
+            raise UserError(f"{file}: {error_text(error)}") from error
+    return found
 
 
-def _read_image(saved: _SavedModel, path: Path, input_shape: tuple[int, ...]) -> Any:
-    """Return the input of a file, or of a row of a table."""
+def _read_rows(saved: _SavedModel, file: Path) -> list[tuple[str, Any]]:
+    """Return name and values of each row of a table of features."""
+    from dpdist.data.parquet import Columns, read_features
+
+    if not (saved.columns and saved.columns.features):
+        raise UserError(f"{file}: a table is for models of features; give pictures or arrays")
+    columns = Columns(
+        label=saved.columns.label, features=tuple(saved.columns.features),
+        preprocessing=tuple(saved.columns.preprocessing.items()),
+    )  # fmt: skip
+    return [(f"{file}:{number}", row) for number, row in enumerate(read_features(file, columns))]
+
+
+def _read_array(saved: _SavedModel, file: Path) -> Any:
+    """Return the values of an array's file, or of a picture."""
     import numpy as np
 
-    from dpdist.certification.predict import to_model_input
-    from dpdist.data.parquet import UnreadableImage, decode_picture
+    from dpdist.data.parquet import decode_picture
     from dpdist.data.preprocessing import Preprocessing
 
     try:
-        values = saved.inputs[path]  # None, or made of a row of a table
-        if values is None and path.suffix == ".npy":
-            values = np.load(path, mmap_mode="r", allow_pickle=False)  # its size was not checked
-            if saved.columns is not None and (rules := saved.columns.feature_rules):
-                values = Preprocessing(rules).transform_record(values)
-        elif values is None:
-            values = saved.fit(decode_picture(read_bytes(path, MAX_JSON_BYTES)))
-        return to_model_input(values, input_shape, bounded=saved.bounded)
-    except UnreadableImage as error:
-        raise UserError(f"{path}: not a readable image: {error_text(error)}") from error
-    except ValueError as error:
-        raise UserError(f"{path}: {error_text(error)}") from error
+        if file.suffix != ".npy":
+            return saved.fit(decode_picture(read_bytes(file, MAX_JSON_BYTES)))
+        values = np.load(file, mmap_mode="r", allow_pickle=False)  # its size was not checked
     except UserError:
         raise
     except Exception as error:  # numpy raises whatever a damaged file leads it to
-        raise UserError(f"{path}: not a readable image: {error_text(error)}") from error
+        raise UserError(f"{file}: not a readable image: {error_text(error)}") from error
+    rules = saved.columns.feature_rules if saved.columns is not None else None
+    return Preprocessing(rules).transform_record(values) if rules else values

@@ -587,8 +587,9 @@ _COLUMN_TYPES = {
     int: ("whole numbers", ("is_integer",)),
     float: ("numbers", ("is_floating",)),
     str: ("text", ("is_string", "is_large_string")),
+    bool: ("true or false", ("is_boolean",)),
 }
-# int, float or str, and the least value; object: whatever it holds, empty too.
+# int, float, str or bool, and the least value; object: whatever it holds, empty too.
 ColumnSpec = tuple[type, float | None]
 _MAX_VALUES = 2**28  # in one table: a small file may name more than any memory holds
 

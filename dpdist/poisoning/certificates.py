@@ -50,7 +50,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
@@ -221,17 +220,10 @@ KEY = b"dpdist.votes"
 FILE = "votes.safetensors"  # of one model: "votes", int64 (N,)
 NONE = -1  # the vote of a training, or an answer, whose numbers are no numbers
 MOST_VOTES = 2**26  # of a table: more would not be read back
-SCHEMA = pa.schema(
-    [
-        pa.field("model", pa.int64(), nullable=False),
-        pa.field("index", pa.int64(), nullable=False),
-        pa.field("label", pa.int64(), nullable=False),
-        pa.field("vote", pa.int64(), nullable=False),
-    ]
-)
 COLUMNS: dict[str, ColumnSpec] = {
     "model": (int, 0), "index": (int, 0), "label": (int, 0), "vote": (int, NONE)
 }  # fmt: skip
+SCHEMA = job_folder.schema_of(COLUMNS)
 
 
 @dataclass(frozen=True, eq=False)

@@ -98,7 +98,7 @@ class Answerer:
             label,
             None if label == -1 else self._about.classes[label],
             float(verdict.radius),
-            getattr(settings, "norm", "l2"),
+            settings.norm,
             settings.sigma,
             settings.alpha,
         )

@@ -1,14 +1,14 @@
-"""Line charts as SVG, and the report's own: certified accuracy, attacks, epsilon against step.
+"""The report's charts as SVG: certified accuracy, attacks, epsilon against step.
 
-A chart is small, readable by machines, and in the reader's own colors, light or dark. A picture
-inside a page takes its colors from the page (`stylesheet`); one that stands alone carries them.
+matplotlib draws them. In a page that is shown dark, the page's style turns their colors around.
 Lines differ by dashes as well as by color. The grid of attacks shows right, abstained and wrong
 answers against size, beside the certified ones.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
+import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,27 +26,8 @@ from dpdist.privacy.guarantee import format_epsilon
 # --- line charts ------------------------------------------------------------------------------
 
 
-# Name of a color: what it is in light and in dark. Text on `ground` and on `raised` has a contrast
-# of at least 4.5 (WCAG AA), lines of at least 3; a test computes it.
-PALETTE = {
-    "ground": ("#ffffff", "#12161b"),
-    "raised": ("#f4f6f8", "#1d232b"),
-    "text": ("#1b1f24", "#e6e9ec"),
-    "quiet": ("#57606a", "#a3adb7"),
-    "rule": ("#d0d7de", "#3a424c"),
-    "link": ("#0b5cad", "#6cb2f5"),
-    "good": ("#1a6b35", "#63c987"),
-    "caution": ("#805300", "#e3b341"),
-    "bad": ("#a8290c", "#ff8f73"),
-    "line0": ("#0b5cad", "#6cb2f5"),
-    "line1": ("#b83c0b", "#ff9d6e"),
-    "line2": ("#2f6f3a", "#7fd08f"),
-    "line3": ("#7048a0", "#c3a0f0"),
-    "line4": ("#7a5c00", "#e0c060"),
-}
-_NUM_COLORS, _DASHES = 5, ("", "7 3", "2 3", "9 3 2 3", "4 2")
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _BELOW = 360, 190, 46, 10, 42
-_LINE = 15  # of text
+_DASHES = ("-", "--", ":", "-.")
+_QUIET = "#57606a"
 
 
 @dataclass(frozen=True)
@@ -70,160 +51,45 @@ class Axis:
     end: float
     begin: float | None = None
 
-    def __post_init__(self) -> None:
-        if self.begin is not None and not 0 < self.begin < self.end:
-            raise ValueError(f"an axis by doublings from {self.begin} to {self.end}")
 
-    def position(self, value: float) -> float:
-        """How far along it a value lies, from 0 to 1; one beyond an end lies at the end."""
-        if self.begin is None:
-            return max(0.0, min(value, self.end)) / self.end
-        within = min(max(value, self.begin), self.end)
-        return math.log(within / self.begin) / math.log(self.end / self.begin)
+def chart(lines: Sequence[Line], x: Axis, y: Axis, *, description: str, title: str) -> str:
+    """Return an <svg> element, for a page or as a file.
 
-    def ticks(self) -> list[float]:
-        if self.begin is None:
-            return ticks(self.end)
-        doublings = int(math.log2(self.end / self.begin) + 1e-9)
-        return [self.begin * 2**i for i in range(doublings + 1)]
+    description: what it shows, for those who do not see it.
+    """
+    import matplotlib
 
+    from dpdist.reports.figures import COLORS, make_panels, render_figure
 
-def stylesheet() -> str:
-    """The palette as CSS, in light and in dark, and how charts use it."""
-    light, dark = (
-        " ".join(f"--{name}: {shades[mode]};" for name, shades in PALETTE.items())
-        for mode in (0, 1)
-    )
-    colors = {f"c{i}": f"line{i}" for i in range(_NUM_COLORS)} | {"q": "quiet"}
-    drawn = "".join(
-        f".{name} {{ stroke: var(--{of}); fill: var(--{of}); }} " for name, of in colors.items()
-    )
-    return (
-        f":root {{ color-scheme: light dark; {light} }}\n"
-        f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
-        ".chart text { font: 11.5px system-ui, sans-serif; fill: var(--text); stroke: none; }\n"
-        ".chart .ground { fill: var(--ground); } .chart path { fill: none; stroke-width: 1.8; }\n"
-        ".chart .grid { stroke: var(--rule); stroke-width: 1; }\n"
-        ".chart .block { stroke-width: 9; }\n"
-        f"{drawn}\n"
-        ".chart .area { stroke: none; fill: var(--rule); }\n"
-    )
-
-
-def chart(
-    lines: Sequence[Line], x: Axis, y: Axis, *, description: str, element_id: str, title: str
-) -> str:
-    """An <svg> element for a page that has `stylesheet`. description: what it shows, for those who
-    do not see it. element_id: of letters and digits, one of its own within the page."""
-    legend, top = _legend(lines)
-    body = [*legend, *_axes(x, y, top), *_curves(lines, x, y, top)]
-    height = top + _HEIGHT + _BELOW
-    return (
-        f'<svg class="chart" viewBox="0 0 {_WIDTH} {height}" role="img" '
-        f'aria-labelledby="{element_id}-title {element_id}-about">'
-        f'<title id="{element_id}-title">{escape(title)}</title>'
-        f'<desc id="{element_id}-about">{escape(description)}</desc>{"".join(body)}</svg>'
-    )
-
-
-def standalone_svg(chart_svg: str, heading: str) -> str:
-    """A chart as a file of its own, with a heading."""
-    rows = textwrap.wrap(heading, 48)
-    high = 10 + _LINE * len(rows)
-    view = chart_svg.split('viewBox="', 1)[1].split('"', 1)[0]
-    _, _, width, height = view.split()
-    texts = "".join(
-        f'<text x="10" y="{_LINE * (i + 1) + 3}">{escape(row)}</text>' for i, row in enumerate(rows)
-    )
-    inner = chart_svg.replace("<svg ", f'<svg y="{high}" width="{width}" height="{height}" ', 1)
-    whole = int(height) + high
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {width} {whole}" '
-        f'width="{2 * int(width)}" height="{2 * whole}">\n<style>\n{stylesheet()}</style>\n'
-        f'<rect class="ground" width="{width}" height="{whole}"/>{texts}\n{inner}\n</svg>\n'
-    )
-
-
-def _legend(lines: Sequence[Line]) -> tuple[list[str], int]:
-    """A row or more for each line, and where the plot begins below them."""
-    found, at = [], 4
-    for number, line in enumerate(lines):
-        middle = at + _LINE // 2
-        found.append(_stroke(line, number, f"M10 {middle}h24"))
-        for row in textwrap.wrap(line.label, 44) or [""]:
-            found.append(f'<text x="40" y="{at + 11}">{escape(row)}</text>')
-            at += _LINE
-    return found, at + 10
-
-
-def _axes(x: Axis, y: Axis, top: int) -> list[str]:
-    right, bottom = _WIDTH - _RIGHT, top + _HEIGHT
-    found = []
-    for value in y.ticks():
-        at = bottom - _HEIGHT * y.position(value)
-        found.append(f'<path class="grid" d="M{_LEFT} {at:.1f}H{right}"/>')
-        found.append(f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{value:g}</text>')
-    for value in x.ticks():
-        at = _LEFT + (right - _LEFT) * x.position(value)
-        found.append(f'<text x="{at:.1f}" y="{bottom + 16}" text-anchor="middle">{value:g}</text>')
-    middle = (_LEFT + right) / 2
-    found.append(
-        f'<text x="{middle:.0f}" y="{bottom + 34}" text-anchor="middle">{escape(x.title)}</text>'
-    )
-    across = top + _HEIGHT / 2
-    return [
-        *found,
-        f'<text transform="translate(11 {across:.0f}) rotate(-90)" text-anchor="middle">'
-        f"{escape(y.title)}</text>",
-    ]
-
-
-def _curves(lines: Sequence[Line], x: Axis, y: Axis, top: int) -> list[str]:
-    wide, bottom = _WIDTH - _RIGHT - _LEFT, top + _HEIGHT
-
-    def to_pixels(point: tuple[float, float]) -> tuple[float, float]:
-        across, up = x.position(point[0]), y.position(point[1])
-        return round(_LEFT + wide * across, 1), round(bottom - _HEIGHT * up, 1)
-
-    found = []
-    for number, line in enumerate(lines):
-        points = [to_pixels(point) for point in line.points]
+    figure, (axes,) = make_panels(1)
+    dashes, colors = itertools.cycle(_DASHES), itertools.cycle(COLORS)
+    for line in lines:
+        across, up = zip(*line.points, strict=True)
+        label = textwrap.fill(line.label, 44)
         if line.fill_down_to is not None:
-            lower = [
-                to_pixels((p[0], low))
-                for p, low in zip(line.points, line.fill_down_to, strict=True)
-            ]
-            outline = " ".join(f"{a:g},{b:g}" for a, b in [*points, *reversed(lower)])
-            found.append(f'<polygon class="area" points="{outline}"/>')
+            axes.fill_between(across, line.fill_down_to, up, color="#d0d7de", label=label)
             continue
-        path = f"M{points[0][0]:g} {points[0][1]:g}"
-        for across, up in points[1:]:
-            path += f"V{up:g}H{across:g}" if line.is_step else f"L{across:g} {up:g}"
-        found.append(_stroke(line, number, path))
-        if line.show_markers:
-            dot = f'<circle class="{_color_class(line, number)}" r="2.6"'
-            found += [f'{dot} cx="{across:g}" cy="{up:g}"/>' for across, up in points]
-    return found
-
-
-def _color_class(line: Line, number: int) -> str:
-    return "q" if line.muted else f"c{number % _NUM_COLORS}"
-
-
-def _stroke(line: Line, number: int, path: str) -> str:
-    if line.fill_down_to is not None:  # its legend is a block
-        return f'<path class="grid block" d="{path}"/>'
-    dash = "3 3" if line.muted else _DASHES[number % len(_DASHES)]
-    dashed = f' stroke-dasharray="{dash}"' if dash else ""
-    return f'<path class="{_color_class(line, number)}" d="{path}"{dashed}/>'
-
-
-def ticks(end: float) -> list[float]:
-    """Round numbers from 0 to `end`, three to seven of them."""
-    raw = end / 4
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * (1 - 1e-9))
-    return [round(i * step, 12) for i in range(int(end / step * (1 + 1e-9)) + 1)]
+        axes.plot(
+            across,
+            up,
+            color=_QUIET if line.muted else next(colors),
+            linestyle=":" if line.muted else next(dashes),
+            drawstyle="steps-pre" if line.is_step else "default",
+            marker="o" if line.show_markers else None,
+            markersize=4,
+            label=label,
+        )
+    if x.begin is not None:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+    axes.set(xlabel=x.title, xlim=(x.begin or 0, x.end), ylabel=y.title, ylim=(y.begin or 0, y.end))
+    axes.set_title(textwrap.fill(title, 60), fontsize=10)
+    figure.legend(frameon=False, fontsize=8, loc="outside lower center")
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        drawn = render_figure(figure, "svg").decode()
+    drawn = re.sub(r'<g id="[^"]+"', "<g", drawn[drawn.index("<svg ") + len("<svg ") :])
+    # A page has several: no id of a group is there twice.
+    return f'<svg class="chart" role="img" aria-label="{escape(f"{title}. {description}")}" {drawn}'
 
 
 # --- the grid of attacks ----------------------------------------------------------------------
@@ -325,9 +191,11 @@ _MAX_CURVE_POINTS = 180  # a step is drawn no finer than this part of the width
 
 
 def certified_accuracy_chart(
-    tables: Sequence[CertificateTable], clean_accuracy: float | None
+    tables: Sequence[CertificateTable],
+    clean_accuracy: float | None,
+    title: str = "Right and certified, against radius",
 ) -> str:
-    """Certified accuracy against radius, a line for each certification; clean accuracy dashed."""
+    """Certified accuracy against radius, a line for each certification; clean accuracy dotted."""
     widest = max((float(table.size_if_correct().max()) for table in tables), default=0.0)
     end = 1.05 * widest if widest > 0 else 1.0
     lines = [
@@ -346,8 +214,7 @@ def certified_accuracy_chart(
         Axis(f"{' or '.join(norms)} radius, in units of the input", end),
         Axis(_PERCENT_TITLE, 100.0),
         description=f"The larger the radius, the fewer inputs are certified. {'; '.join(said)}.",
-        element_id="certified",
-        title="Right and certified, against radius",
+        title=title,
     )
 
 
@@ -361,12 +228,10 @@ def _certified_steps(table: CertificateTable, end: float) -> list[tuple[float, f
     return [*zip(radii.tolist(), shares, strict=True), (float(radii[-1]), 0.0)]
 
 
-def attacked_accuracy_chart(
-    table: AttackTable, certificates: Sequence[CertificateTable], element_id: str = "attacked"
-) -> str:
+def attacked_accuracy_chart(table: AttackTable, certificates: Sequence[CertificateTable]) -> str:
     """Draw the share that can still be right against attack size.
 
-    There is a line for each attack; certified: dashed.
+    There is a line for each attack; certified: dotted.
 
     The lines are 1 - wrong: an abstention refutes nothing. Filled down to what was answered rightly
     under all attacks.
@@ -396,7 +261,6 @@ def attacked_accuracy_chart(
         Axis(f"{norm_name(table.norm)} size of the attack", end),
         Axis(_PERCENT_TITLE, 100.0),
         description=f"Not refuted under attack. {'; '.join(said)}.",
-        element_id=element_id,
         title="Not refuted under attack, against its size",
     )
 
@@ -410,6 +274,5 @@ def epsilon_chart(curve: Sequence[tuple[int, float]], delta: float) -> str:
         Axis("step", steps),
         Axis("epsilon", 1.05 * last),
         description=f"Rises with every step, to {format_epsilon(last)} after {steps:,.0f} steps.",
-        element_id="spent",
         title="Privacy spent, against step",
     )

@@ -45,44 +45,6 @@ from dpdist.runs.folder import RunFolder
 
 NORMS = {norm: norm_name(norm) for norm in ("l2", "linf")}
 SIZES = {"l2": (0.1, 0.25, 0.5), "linf": (0.003, 0.01, 0.02)}  # shown where none are asked for
-_COLORS = ("#0b5cad", "#c1440e", "#3a7d44", "#7b4fa3", "#8a6d00", "#444444")
-
-
-@dataclass(frozen=True)
-class CertifiedCurve:
-    """Certified sizes of a run's inputs by one certificate, 0 where the answer is wrong.
-
-    title: what is certified by what. table: name of its table, by which those of other n or modes
-    are told apart. sizes: (N,) in input units. line_style: how it is drawn, if at all.
-    """
-
-    run: str
-    title: str
-    table: str
-    norm: str
-    sizes: np.ndarray
-    line_style: str | None
-
-    def certified_accuracy(self, size: float) -> float:
-        """Certified accuracy at a size above 0."""
-        return float(np.mean(self.sizes >= size))
-
-
-def certified_curves(facts: RunResults) -> list[CertifiedCurve]:
-    """Every certificate of a run in both norms, from its finished tables."""
-    return [
-        CertifiedCurve(
-            facts.folder.name,
-            found.title,
-            table.name,
-            norm,
-            np.maximum(found.size_if_correct(table.label), 0.0),
-            found.line_style,
-        )
-        for table in facts.tables
-        for norm in NORMS
-        for found in table.sizes_in_norm(norm, math.prod(facts.input_shape))
-    ]
 
 
 def privacy_rows(runs: Sequence[RunResults]) -> list[list[str]]:
@@ -115,10 +77,12 @@ def certified_accuracy_rows(
     """Header and rows: certified accuracy in % of each run by each certificate at the sizes."""
     rows = [["run", f"certificate, {NORMS[norm]}", "table", "inputs", *map(format_exact, sizes)]]
     for facts in runs:
-        for curve in certified_curves(facts):
-            if curve.norm == norm:
-                shares = [format_percent(curve.certified_accuracy(size), 1) for size in sizes]
-                rows.append([curve.run, curve.title, curve.table, str(len(curve.sizes)), *shares])
+        numbers = math.prod(facts.input_shape) if facts.tables else 0
+        for table in facts.tables:
+            for found in table.sizes_in_norm(norm, numbers):
+                held = found.size_if_correct(table.label)
+                shares = [format_percent(float(np.mean(held >= size)), 1) for size in sizes]
+                rows.append([facts.folder.name, found.title, table.name, str(len(held)), *shares])
     return rows
 
 

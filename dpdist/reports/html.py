@@ -59,8 +59,6 @@ from dpdist.reports.charts import (
     attacked_accuracy_chart,
     certified_accuracy_chart,
     epsilon_chart,
-    standalone_svg,
-    stylesheet,
 )
 from dpdist.reports.compare import (
     NORMS,
@@ -330,13 +328,11 @@ def write_report(
     """
     facts = load_results(folder)
     rows = facts.rows()
-    curves = _run_charts(facts)
+    said = [row.text for row in rows if row.name in ("privacy", "test accuracy")]
+    curves = _run_charts(facts, f"{folder.name}: {', '.join(said)}")
     pictures: dict[str, str] = {}
     if curves["certified"] is not None:
-        said = [row.text for row in rows if row.name in ("privacy", "test accuracy")]
-        pictures["certified_accuracy"] = standalone_svg(
-            curves["certified"], f"{folder.name}: {', '.join(said)}"
-        )
+        pictures["certified_accuracy"] = curves["certified"]
     shown = dict(
         heading=folder.name,
         facts=facts,
@@ -382,11 +378,9 @@ def _attack_sections(
     """Return of each attack its table, what was attacked and how, what became of the inputs, its
     file and its picture, which is added to the `charts` that become files of their own."""
     folder, found = facts.folder, []
-    for number, table in enumerate(facts.attacks):
-        drawn = attacked_accuracy_chart(table, facts.tables, f"attacked{number}")
-        charts[f"attacked_{table.name}"] = standalone_svg(
-            drawn, f"{folder.name}: {table.description}"
-        )
+    for table in facts.attacks:
+        drawn = attacked_accuracy_chart(table, facts.tables)
+        charts[f"attacked_{table.name}"] = drawn
         shown = attack_outcome_table(table, facts.tables, attrgetter("description"))
         words = f"{norm_name(table.norm)}, {table.description}"
         found.append((table, words, shown, table.path.relative_to(folder.path), drawn))
@@ -424,16 +418,16 @@ def render_template(
     )
     environment.filters["base64"] = lambda raw: base64.b64encode(raw).decode()
     return environment.get_template(template).render(
-        version=__version__, style=Markup(stylesheet()), width=width, script=script,
+        version=__version__, width=width, script=script,
         contents=lambda body: [(name, Markup(title)) for name, title in _HEADINGS.findall(body)],
         **variables,
     )  # fmt: skip
 
 
-def _run_charts(facts: RunResults) -> dict[str, Any]:
+def _run_charts(facts: RunResults, title: str) -> dict[str, Any]:
     """The charts of the whole run, None for one that there is nothing to draw of, and why."""
     clean = facts.accuracy
-    certified = certified_accuracy_chart(facts.tables, clean) if facts.tables else None
+    certified = certified_accuracy_chart(facts.tables, clean, title) if facts.tables else None
     spent, why = None, "no steps were taken"
     if facts.search is not None:
         why = "the search is paid for as a whole, and its trials are not shown"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dpdist.attacks.settings import AttackSettings, CheckSettings
-from dpdist.attacks.table import AttackTable, input_dimension
+from dpdist.attacks.table import AttackTable
 from dpdist.audits import registry
 from dpdist.audits.target import AuditResult
 from dpdist.certification import statistics, table_reader
@@ -228,9 +228,7 @@ class RunResults:
     def input_shape(self) -> tuple[int, ...]:
         """Return the shape of one input of the model, a tuple of int such as (1, 8, 8)."""
         path = self.folder.model_folder / "model.json"
-        shape = read_json(path, {"input_shape": list})["input_shape"]
-        input_dimension(shape, path)
-        return tuple(shape)
+        return tuple(read_json(path, {"input_shape": list})["input_shape"])
 
     @property
     def inputs(self) -> str:

@@ -43,7 +43,7 @@ from dpdist.cluster.session import connect
 from dpdist.core import optional_imports
 from dpdist.core.errors import ClusterError, UserError
 from dpdist.privacy.guarantee import format_epsilon
-from dpdist.reports.charts import Axis, Line, chart, standalone_svg
+from dpdist.reports.charts import Axis, Line, chart
 from dpdist.reports.results import RunResults, load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import find_recipe, load_recipe
@@ -531,9 +531,7 @@ def figure(lines: list[dict[str, Any]]) -> str:
         Axis("epsilon at delta = 1e-6", ENDS[1], ENDS[0]),
         Axis("not certified, %", max(20.0, 5 * math.ceil(highest / 5))),
     )
-    return standalone_svg(
-        chart(shown, *axes, description="; ".join(said), element_id="flagship", title=title), title
-    )
+    return chart(shown, *axes, description="; ".join(said), title=title)
 
 
 def _markdown(head: list[str], rows: list[list[str]]) -> list[str]:

@@ -115,7 +115,7 @@ def test_no_sound_size_exceeds_the_distance_to_the_boundary(weight: float, std: 
     )
     assert verdict.prediction == 1
     for norm, most in truth.items():
-        sizes = [verdict.sizes[f"{name}_{norm}"] for name in expected_scores.CERTIFICATE_STYLES]
+        sizes = [verdict.sizes[f"{name}_{norm}"] for name in expected_scores.CERTIFICATE_TITLES]
         assert all(0 < size <= most for size in sizes)
         classical, extended, analytic, exact, cohen = sizes
         assert classical < analytic <= exact and extended < analytic

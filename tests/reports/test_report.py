@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from typing import Any
@@ -163,15 +164,16 @@ def test_a_chart_never_shows_more_than_is_certified(facts: RunResults) -> None:
         facts.tables[0], radius=radii, index=np.arange(1000), label=np.zeros(1000, int),
         prediction=np.zeros(1000, int),
     )  # fmt: skip
-    drawn = certified_accuracy_chart([table], 0.9)
-    (path,) = [p for p in re.findall(r'class="c0" d="([^"]+)"', drawn) if "V" in p]
-    assert len(drawn) < 20_000
-    bottom = max(float(v) for v in re.findall(r"V([\d.]+)", path))
-    first = float(re.match(r"M[\d.]+ ([\d.]+)", path)[1])  # type: ignore[index]
-    for up, across in re.findall(r"V([\d.]+)H([\d.]+)", path):
-        radius = (float(across) - 46) / (360 - 10 - 46) * 1.05 * 2.0
-        share = (bottom - float(up)) / (bottom - first)
-        assert share <= np.mean(radii >= radius - 0.01) + 0.005
+    drawn = certified_accuracy_chart([table], None)
+    (path,) = re.findall(r'd="([^"]+)"[^>]+style="fill: none; stroke: #0b5cad', drawn)[:1]
+    assert len(drawn) < 40_000
+    points = np.array(re.findall(r"[ML] ([\d.]+) ([\d.]+)", path), float)
+    (left, top), (_, bottom) = points[0], points[-1]
+    right = points[-1][0]  # where the largest radius is
+    for before, after in itertools.pairwise(points):
+        radius = (after[0] - left) / (right - left) * 2.0
+        share = (bottom - after[1]) / (bottom - top)
+        assert after[0] == before[0] or share <= np.mean(radii >= radius - 0.01) + 0.005
 
 
 def test_a_report_that_fails_leaves_the_one_before(run: RunFolder, monkeypatch) -> None:
@@ -186,7 +188,7 @@ def test_a_report_that_fails_leaves_the_one_before(run: RunFolder, monkeypatch) 
 
     monkeypatch.setattr("dpdist.reports.html.compare_with_baseline", refused)
     certify(run, data="0" * 32)
-    monkeypatch.setattr("dpdist.reports.html.standalone_svg", lambda *_: "another picture")
+    monkeypatch.setattr("dpdist.reports.charts.chart", lambda *_, **__: "another picture")
     try:
         with pytest.raises(UserError, match="refused late"):
             write_report(run)
