@@ -58,7 +58,6 @@ from dpdist.training.job import (
     check_same_data,
     choose_run_key,
     ensure_run_key,
-    read_run_key,
 )
 from dpdist.training.loop import Loop
 from dpdist.training.model_setup import MEASURED, importance_weighted
@@ -180,14 +179,6 @@ IN_SEARCH = ContextVar("IN_SEARCH", default=False)  # whether a search makes tra
 
 class RunBusyError(UserError):
     """Another process trains the run."""
-
-
-@dataclass(frozen=True)
-class _Known:
-    """Records by name and fingerprint."""
-
-    name: str
-    fingerprint: str
 
 
 class PrivateTraining(PublicViews):
@@ -452,26 +443,26 @@ class PrivateTraining(PublicViews):
         chosen = choose_run_key(recipe, folder) if self._workers.first else None
         told_key = "" if chosen is None else _records_key(chosen).hex()
         records_key = bytes.fromhex(self._workers.of_first(told_key))
-        told = _Known(records.name, records.keyed_fingerprint(records_key))
-        self._workers.check_same({"data": told.fingerprint})
-        check_same_data(folder, told)
+        told = records.keyed_fingerprint(records_key)
+        self._workers.check_same({"data": told})
+        check_same_data(folder, records.name, told)
         checked = CheckedTraining(recipe, folder, self.plan, told, None, self._noise)
         if chosen is not None:
             if self._public is not None:
                 store_public(self._public, folder, recipe)
             folder.create_or_open(recipe)
-            ensure_run_key(recipe, folder, chosen)
+            ensure_run_key(folder, recipe.privacy.run_key, chosen)
             checked.begin()
         self._workers.agree()  # worker 0 has written
-        if not folder.run_key.exists() or _records_key(read_run_key(folder)) != records_key:
+        if not folder.run_key.exists() or _records_key(folder.read_run_key()) != records_key:
             raise UserError(
                 f"folder: {folder.path}: holds another run than worker 0 began: give one on shared "
                 "storage, and let no other process begin this run"
             )
         self.plan = self._learner.plan = folder.read_plan()
-        self._fingerprint = told.fingerprint
+        self._fingerprint = told
         self._job = replace(checked, plan=self.plan).job()
-        return read_run_key(folder)
+        return folder.read_run_key()
 
     def _attempt(self, key: bytes) -> None:
         """Begin an attempt in the ledger, and the loop that takes its steps."""

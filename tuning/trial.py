@@ -27,13 +27,13 @@ from dpdist.cluster.work import Host, ReportMetrics, TrialPass, WorkerGroup
 from dpdist.config.search import PublicData, TuneRecipe
 from dpdist.config.training import ResourcesRecipe
 from dpdist.core.errors import ClusterError, UserError, is_disk_full
-from dpdist.core.files import make_private_folder, write_atomic, write_json
+from dpdist.core.files import make_private_folder, write_json
 from dpdist.data import Dataset
 from dpdist.privacy.ledger import JournalBusy, LedgerError, ReplayConflict
 from dpdist.randomness.keys import derive_key
 from dpdist.runs.folder import RunFolder, read_verified_ledger
 from dpdist.runs.recipe import Recipe
-from dpdist.training.job import PACKAGES, TrainJob, prepare
+from dpdist.training.job import PACKAGES, TrainJob, ensure_run_key, prepare
 from dpdist.training.records import by_unit, data_source, private_records_between
 from dpdist.training.trainer import fit
 from dpdist.tuning.manifest import (
@@ -304,12 +304,7 @@ def prepare_trial(folder: SearchFolder, search_recipe: Recipe, trial: Trial) -> 
 def begin_trial_folder(own: RunFolder, recipe: Recipe, trial: Trial) -> None:
     """Make the run folder of a trial with its drawn key in it, unless that was done before."""
     own.create_or_open(recipe)
-    if not own.run_key.exists():
-        secret = recipe.privacy.run_key or derive_key(trial.key, "run key").hex()
-        write_atomic(own.run_key, secret)
-        own.run_key.chmod(0o600)
-    if recipe.privacy.run_key is not None:
-        write_atomic(own.fixed_key_marker, "The run key was fixed in the recipe: not private.\n")
+    ensure_run_key(own, recipe.privacy.run_key, derive_key(trial.key, "run key"))
 
 
 class TrialExecutor(LocalExecutor):

@@ -86,29 +86,16 @@ class Reducer:
             result += row
         return result, flags > 0
 
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Make `tensor` that of worker `source`, in place."""
-        if self.world_size > 1:
-            self._exchange(dist.broadcast, tensor, src=source)
-
     def all_reduce(self, buffer: Tensor) -> None:
         """Sum `buffer` over the workers, in place."""
         if self.world_size > 1:
             self._exchange(dist.all_reduce, buffer)
 
-    def all_equal(self, digest: Tensor) -> bool:
-        """Whether all workers hold the same int64 (1,)."""
-        if self.world_size == 1:
-            return True
-        low, high = digest.to(self.device).clone(), digest.to(self.device).clone()
-        self._exchange(dist.all_reduce, low, op=dist.ReduceOp.MIN)
-        self._exchange(dist.all_reduce, high, op=dist.ReduceOp.MAX)
-        return bool((low == high).all())
-
     def broadcast_int(self, value: int) -> int:
         """Worker 0's integer, on all."""
         tensor = torch.tensor([value], dtype=torch.int64, device=self.device)
-        self.broadcast(tensor, 0)
+        if self.world_size > 1:
+            self._exchange(dist.broadcast, tensor, src=0)
         return int(tensor.item())
 
     def all_gather_text(self, text: str) -> list[str]:

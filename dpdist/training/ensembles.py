@@ -56,7 +56,7 @@ from dpdist.randomness.keys import derive_key, key_id, new_run_key
 from dpdist.runs.charging import build_charge, reserve_charge
 from dpdist.runs.folder import RunFolder, read_verified_ledger, verify_ledger
 from dpdist.runs.recipe import Recipe, plan_with_noise, without_privacy
-from dpdist.training.job import PACKAGES, CheckedTraining, TrainJob, read_run_key
+from dpdist.training.job import PACKAGES, CheckedTraining, TrainJob
 from dpdist.training.loop import TrainingDiverged
 from dpdist.training.model_setup import check_model, initial_model, model_spec
 from dpdist.training.records import data_source, records_with_canaries
@@ -187,7 +187,7 @@ def train_in_process(
     own = recipe.model_copy(update={"privacy": privacy})
     with temporary_folder(TRAINING_FOLDER) as place:  # the run key is in it
         folder = RunFolder(place / "run")
-        checked = CheckedTraining(own, folder, plan, records.select(member_mask), None)
+        checked = CheckedTraining(own, folder, plan, records.select(member_mask).fingerprint, None)
         job = replace(checked.begin(), member_mask=member_mask, shared_cache=shared_cache)
         own.method.execution().train(_InProcessDriver(job))
         yield job.folder.model_folder
@@ -305,12 +305,12 @@ class TeacherJob(JobSpec):
 
     def identity(self) -> dict[str, Any]:
         """The folder is the run's, whose recipe does not change."""
-        settings = {"teachers": self._count, "key": key_id(read_run_key(self._job.folder))}
+        settings = {"teachers": self._count, "key": key_id(self._job.folder.read_run_key())}
         return {"data": self._job.records_without_canaries().fingerprint, "settings": settings}
 
     def initial_record(self, output: Path) -> dict[str, Any]:
         make_private_folder(output)
-        return {"seed": derive_key(read_run_key(self._job.folder), "teachers").hex()}
+        return {"seed": derive_key(self._job.folder.read_run_key(), "teachers").hex()}
 
     def work_items(self, job_record: dict[str, Any], output: Path) -> WorkItems:
         recipe = self.recipe

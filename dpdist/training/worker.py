@@ -50,7 +50,7 @@ from dpdist.runs.recipe import Recipe
 from dpdist.training import checkpoint, model_setup, monitoring
 from dpdist.training.canaries import build_canaries
 from dpdist.training.collectives import FlatOptimizer, MissingRank, Reducer
-from dpdist.training.job import PACKAGES, RESTORE_HINT, TrainJob, read_run_key
+from dpdist.training.job import PACKAGES, RESTORE_HINT, TrainJob
 from dpdist.training.loop import Loop
 from dpdist.training.model_setup import (
     build_engine,
@@ -174,7 +174,7 @@ def replay_fingerprint(
             "kinds of device may make noise that differs in its last bits"
         )
     return {
-        "key": key_id(read_run_key(job.folder)),
+        "key": key_id(job.folder.read_run_key()),
         **({"noise": "device"} if resources.noise == "device" else {}),
         # With canonical shards the sum does not depend on the number of workers.
         "world_size": "any" if job.recipe.training.reproducible else str(reducer.world_size),
@@ -198,7 +198,7 @@ def ensure_method_state(job: TrainJob, spec: ModelSpec) -> bool:
     recipe, path = job.recipe, job.folder.method_state
     if not path.exists():
         fixed = recipe.privacy.run_key is not None
-        key = read_run_key(job.folder) if fixed else new_run_key()
+        key = job.folder.read_run_key() if fixed else new_run_key()
 
         def initial() -> nn.Module:
             return initial_model(recipe, spec)
@@ -239,10 +239,8 @@ def read_method_state(folder: RunFolder) -> dict[str, Tensor]:
     """The tensors by name."""
     try:
         return load_tensors(read_bytes(folder.method_state))
-    except (UserError, SafetensorError) as error:
-        raise UserError(
-            f"{folder.method_state}: cannot be read: {error}; is the storage shared?"
-        ) from error
+    except SafetensorError as error:
+        raise UserError(f"{folder.method_state}: cannot be read: {error}") from error
 
 
 def method_state_digest(state: MethodState) -> str:
@@ -251,29 +249,6 @@ def method_state_digest(state: MethodState) -> str:
     for name in sorted(state.tensors):
         hashed.update(state.tensors[name].numpy().tobytes())
     return hashed.hexdigest()
-
-
-# --- divergence -------------------------------------------------------------------------------
-
-
-_EVERY = 25  # steps
-
-
-class DivergenceCheck:
-    """Finds parameters, or answers to public inputs, that are no numbers any more."""
-
-    def __init__(self, model: nn.Module, inputs: Tensor) -> None:
-        self._model, self._inputs = model, inputs
-
-    def not_finite(self, flat: Tensor, step: int, last: bool) -> str:
-        """After the update of `step`; flat: all parameters. "" where all are finite."""
-        if not torch.stack(flat.aminmax()).isfinite().all():  # NaN is both; no vector is made
-            return "the parameters are"
-        if last or step % _EVERY == 0:
-            with torch.no_grad():
-                if not torch.isfinite(self._model(self._inputs)).all():
-                    return "the logits for public test inputs are"
-        return ""
 
 
 # --- attempts ---------------------------------------------------------------------------------
@@ -327,10 +302,16 @@ class Attempt:
     @classmethod
     def shared(cls, job: TrainJob, reducer: Reducer, ledger: Ledger | None, newest: int) -> Attempt:
         """Return the attempt of worker 0's ledger, on all workers."""
-        label = "" if ledger is None else _label(job, ledger, ledger.nonce)
+        told: tuple[str, list[tuple[int, int, str]]] = "", []
+        if ledger is not None:
+            replayed = ledger.announced_steps(newest)
+            told = (
+                _label(job, ledger, ledger.nonce),
+                [(first, end, _label(job, ledger, nonce)) for first, end, nonce in replayed],
+            )
         # Nobody passes before worker 0 holds the ledger: an older attempt writes no more.
-        label = reducer.all_gather_text(label)[0]
-        return cls(label, _announced(job, reducer, ledger, newest), ledger)
+        label, announced = json.loads(reducer.all_gather_text(json.dumps(told))[0])
+        return cls(label, announced, ledger)
 
     def records_key(self, job: TrainJob, reducer: Reducer, key: bytes) -> bytes:
         """Return the key of noise that is drawn once for each record, in the first attempt.
@@ -363,25 +344,6 @@ def _label(job: TrainJob, ledger: Ledger, nonce: str) -> str:
     """Return the current attempt's label in keys. A fixed key is for tests, which want the same
     run again: no nonce then."""
     return f"{ledger.epoch}/{nonce if job.recipe.privacy.run_key is None else ''}"
-
-
-def _announced(
-    job: TrainJob, reducer: Reducer, ledger: Ledger | None, start: int
-) -> list[tuple[int, int, str]]:
-    """Return worker 0's list of the steps from `start` on that are replayed: first step, end and
-    label of each run of them."""
-    found = []
-    if ledger is not None:
-        found = [
-            (first, end, _label(job, ledger, n)) for first, end, n in ledger.announced_steps(start)
-        ]
-    count = reducer.broadcast_int(len(found))
-    told = []
-    for at in range(count):
-        said = " ".join(map(str, found[at])) if found else ""
-        first, end, label = reducer.all_gather_text(said)[0].split(" ")
-        told.append((int(first), int(end), label))
-    return told
 
 
 def _check_ceiling(job: TrainJob, ledger: Ledger, newest: int, mine: dict[str, str]) -> None:
@@ -512,7 +474,7 @@ def restore(
     records = job.records()
     if len(records) != plan.records and not plan.nominal:
         raise UserError(f"{records.name} has {len(records)} records, the plan says {plan.records}")
-    run_key = read_run_key(folder)
+    run_key = folder.read_run_key()
     key = derive_key(run_key, "run", plan.fingerprint(), records.fingerprint, "trial", 0)
     spec = model_spec(recipe, records)
     model = initial_model(recipe, spec).to(reducer.device)
@@ -559,8 +521,8 @@ def restore(
         recipe, plan, model, fixed, engine.parameters, seen, shards, canaries, reducer.rank,
         step.draw_key, partial(data.load, job.source, "test"), folder.private, job.shared_cache,
     )  # fmt: skip
-    divergence = DivergenceCheck(model, inputs.to(reducer.device))
-    learner = RecipeLearner(given, flat, optimizer, constrain, reducer, spec, divergence, slots)
+    probe = inputs.to(reducer.device)
+    learner = RecipeLearner(given, flat, optimizer, constrain, reducer, spec, probe, slots)
     start = learner.restore(folder)
     if attempt.ledger is not None:
         step.permit = PermitGate(folder, attempt.ledger.epoch, start, plan.steps).wait
@@ -573,6 +535,9 @@ def restore(
     return loop, learner
 
 
+_PROBED_STEPS = 25  # from one look at public inputs to the next
+
+
 class RecipeLearner:
     """A recipe's model, whose optimizer dpdist made: `dpdist.training.loop.Learner`.
 
@@ -583,7 +548,7 @@ class RecipeLearner:
         constrain: the method's, called after every update.
         reducer: of this worker.
         spec: the description of the model, before the method finalizes it.
-        divergence: looks at the numbers after a step.
+        probe: public inputs, whose logits are finite as long as training does not diverge.
         slots: tensors that a checkpoint keeps, besides those of optimizer and method.
     """
 
@@ -595,11 +560,11 @@ class RecipeLearner:
         constrain: Callable[[], None],
         reducer: Reducer,
         spec: ModelSpec,
-        divergence: DivergenceCheck,
+        probe: Tensor,
         slots: dict[str, Tensor],
     ) -> None:
         self.given, self.flat, self.optimizer, self.spec = given, flat, optimizer, spec
-        self._constrain, self._reducer, self._divergence = constrain, reducer, divergence
+        self._constrain, self._reducer, self._probe = constrain, reducer, probe
         self._execution = given.recipe.method.execution()
         self._own = self._execution.own_steps(given)
         self._kept = {**slots, **({} if self._own is None else self._own.slots)}
@@ -623,14 +588,18 @@ class RecipeLearner:
             self.flat.copy_(state.parameters)
             for name, slot in self._slots.items():
                 slot.copy_(state.slots[name])
-        if self._reducer.broadcast_int(start) != start or not self._all_equal():
+        if not self._all_equal(start):
             raise MissingRank(
                 "the workers started from different checkpoints; is the storage shared?"
             )
         return start
 
-    def _all_equal(self) -> bool:
-        return self._reducer.all_equal(checkpoint.bits_fingerprint(self.flat))
+    def _all_equal(self, done: int) -> bool:
+        """Return whether all workers hold the same parameters after so many steps."""
+        if self._reducer.world_size == 1:
+            return True
+        told = f"{done} {checkpoint.tensors_digest({'parameters': self.flat})}"
+        return len(set(self._reducer.all_gather_text(told))) == 1
 
     def is_due(self, loop: Loop) -> bool:
         """Return whether a checkpoint is due after the next step."""
@@ -673,11 +642,17 @@ class RecipeLearner:
 
     def not_finite(self, number: int, last: bool) -> str:
         """Return which numbers are not finite after a step, with a verb."""
-        return self._divergence.not_finite(self.flat, number, last)
+        if not torch.stack(self.flat.aminmax()).isfinite().all():  # NaN is both; no vector is made
+            return "the parameters are"
+        if last or number % _PROBED_STEPS == 0:
+            with torch.no_grad():
+                if not torch.isfinite(self.model(self._probe)).all():
+                    return "the logits for public test inputs are"
+        return ""
 
     def check_same(self, done: int) -> None:
         """Raise MissingRank unless all workers hold the same parameters."""
-        if not self._all_equal():
+        if not self._all_equal(done):
             raise MissingRank(f"the workers' parameters differ after step {done - 1}")
 
     def state(self, done: int) -> checkpoint.TrainState:
