@@ -751,7 +751,7 @@ class PrivateTraining(PublicViews):
         """Take all steps that are left, with nothing in between.
 
         Args:
-            progress: show a progress bar on a terminal or in a notebook, with epsilon so far.
+            progress: show a line of progress on a terminal or in a notebook, with epsilon so far.
 
         Returns:
             The `RunFolder` of the finished run, for `dpdist.load_results`, `dpdist.certify` and

@@ -247,18 +247,6 @@ def release_id(label: str, leaves: Sequence[bytes]) -> str:
 # --- workers of a script ----------------------------------------------------------------------
 
 
-_HINTS = {
-    "model": "seed torch before it is built, or load the same weights in all of them",
-    "data": "give all of them the same records in the same order",
-    "held-out records": "give all of them the same records in the same order",
-    "checkpoint": "is the storage shared?",
-    "call": (
-        "agree on the flag first (torch.distributed.all_reduce), so that all of them call "
-        "checkpoint() after the same step"
-    ),
-    "parameters": "let the lines between two steps do the same in all of them",
-}
-_HINT = "run the same script with the same settings in all of them"
 _FAILED, _ON_RECORD, _CONFLICT = range(3)  # what became of a step's announcement
 # What gloo says where a peer is gone, or answers no more.
 _GONE = re.compile("connection (closed|reset|refused)|broken pipe|timed out", re.I)
@@ -411,7 +399,8 @@ class Workers:
                 if each["parts"].get(name) != value:
                     self._told = UserError(
                         f"{name}: must be the same on all workers, got another on worker {rank} "
-                        f"than on worker 0: {_HINTS.get(name, _HINT)}"
+                        "than on worker 0: run the same script with the same settings, records and "
+                        "seed in all of them, on shared storage"
                     )
                     raise self._told
         return found

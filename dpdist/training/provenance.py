@@ -7,14 +7,12 @@ records they were trained, and none of these may be among the run's.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import ValidationError
 
 from dpdist import data, models
 from dpdist.config.sections import PretrainedRecipe, PublicRecipe
@@ -87,21 +85,9 @@ def pretraining_settings(section: PublicRecipe) -> dict[str, Any]:
 
 
 def _check_pretraining_settings(folder: Path, section: PublicRecipe, context: str) -> None:
-    """Raise UserError where `pretrain` made the folder by other settings than the recipe's. Keys
-    that it does not name have their defaults."""
+    """Raise UserError where `pretrain` made the folder by other settings than the recipe's."""
     made = read_json(folder / PROVENANCE_FILE, {"made_by": object})["made_by"]
-    if isinstance(made, dict):
-        weights = {"weights": made.get("weights")}  # of those a name is kept, which is no path
-        with contextlib.suppress(ValidationError):  # by keys that are no more: as it stands
-            made = (
-                pretraining_settings(PublicRecipe.model_validate(made | {"weights": None}))
-                | weights
-            )
-    different = sorted(
-        iter_differences(made, pretraining_settings(section), "public"),
-        key=lambda found: found[1] is None,
-    )
-    for name, before, now in different:
+    for name, before, now in iter_differences(made, pretraining_settings(section), "public"):
         raise UserError(
             f"{context}: made with {name}: {quoted(before)}, the recipe says {quoted(now)}; name "
             "another folder, or remove this one, and it is made anew"
@@ -138,7 +124,7 @@ def frozen_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
     # The whole model's average is the recipe's.
     spec = dataclasses.replace(spec, shifts=0, denoised_shifts=False, mirrored=False)
     if part == models.DENOISER:
-        spec = _denoiser_spec(spec)
+        spec = spec.denoiser or dataclasses.replace(spec, classifier=None)
     elif tuple(spec.input_shape) != dataset.input_shape or spec.classes != dataset.classes:
         raise UserError(
             f"{begin} takes {spec.input_shape} and tells "
@@ -211,11 +197,6 @@ def _check_initial(recipe: Recipe, dataset: data.Dataset) -> None:
         found = getattr(saved, name)
         if found != value:
             raise UserError(f"{begin} is another network: its {name} is {found}, not {value}")
-
-
-def _denoiser_spec(spec: ModelSpec) -> ModelSpec:
-    """The denoiser alone, of a model that may be a denoiser before a classifier."""
-    return spec.denoiser or dataclasses.replace(spec, classifier=None)
 
 
 def load_frozen_weights(module: nn.Module, recipe: Recipe) -> None:
@@ -306,16 +287,6 @@ def describe_seen(folder: Path, private: data.Dataset, name: str, context: str) 
 _OTHER_FORM = "in another form cannot be told; train on the pictures, or without it"
 
 
-def refuse_budget_of_features(recipe: Recipe, context: str) -> None:
-    """Raise UserError where features would be charged in place of the records they are made of."""
-    section = recipe.data
-    if recipe.privacy.budget is not None and data.holds_features(section.root, section.name):
-        raise UserError(
-            f"{context}: privacy.budget: must be left out, as the records are features that a "
-            f"network made: whether the budget knows the same records {_OTHER_FORM}"
-        )
-
-
 def _describe_features(recipe: Recipe, context: str) -> dict[str, Any] | None:
     """Return the provenance of the recipe's inputs; None where there is none.
 
@@ -338,12 +309,12 @@ def _describe_features(recipe: Recipe, context: str) -> dict[str, Any] | None:
             f"{context}: model.{recipe.model.pretrained_part[0]}: must be left out, as the records "
             f"are features that a network made: whether it saw the same records {_OTHER_FORM}"
         )
-    refuse_budget_of_features(recipe, context)
-    written = read_json(folder / data.FEATURES_FILE, _FEATURES_TYPES)
-    if not written["checked"] and not isinstance(written.get("assumed"), str):
+    if recipe.privacy.budget is not None:
         raise UserError(
-            f"{context}: {folder / data.FEATURES_FILE}: assumed must be a text; make it again"
+            f"{context}: privacy.budget: must be left out, as the records are features that a "
+            f"network made: whether the budget knows the same records {_OTHER_FORM}"
         )
+    written = read_json(folder / data.FEATURES_FILE, _FEATURES_TYPES)
     for file in sorted(folder.rglob("*.parquet")):
         if written["files"].get(str(file.relative_to(folder))) != file_digest(file):
             raise UserError(
@@ -417,8 +388,6 @@ def _read_seen_records(folder: Path) -> RecordHashes:
     written, path = read_json(folder / PROVENANCE_FILE, _PROVENANCE_TYPES), folder / RECORDS_FILE
     try:
         hashes = np.load(io.BytesIO(read_bytes(path)), allow_pickle=False)
-        if hashes.ndim != 1 or hashes.dtype != np.dtype("S16"):
-            raise ValueError("must hold one hash of 16 bytes for each record")
     except (ValueError, EOFError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
     if len(hashes) != written["records"]:
