@@ -35,7 +35,13 @@ from dpdist.privacy.calibration import combine_training_and_scoring, repeat_phas
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.phases import GaussianSteps, Phase, WorstOf, walk_phases
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.runs.recipe import Recipe, checked_class_rates, parse_recipe, plan_with_noise
+from dpdist.runs.recipe import (
+    Recipe,
+    checked_class_rates,
+    flatten,
+    parse_recipe,
+    plan_with_noise,
+)
 
 if TYPE_CHECKING:
     from dpdist.privacy.pld import PrivacyLoss
@@ -186,8 +192,8 @@ def _unsearchable_reason(recipe: Recipe, field: str) -> str | None:
 
 def _check_unsearchable_fields(recipe: Recipe, trial: Recipe, context: str) -> None:
     """Raise UserError when a trial differs from the recipe in what a search may not change."""
-    mine = _flatten(recipe.model_dump(mode="json", exclude={"tune"}))
-    other = _flatten(trial.model_dump(mode="json", exclude={"tune"}))
+    mine = dict(flatten(recipe.model_dump(mode="json", exclude={"tune"})))
+    other = dict(flatten(trial.model_dump(mode="json", exclude={"tune"})))
     assert recipe.tune is not None
     for leaf in sorted(mine.keys() | other.keys()):
         if mine.get(leaf) == other.get(leaf) or (why := _unsearchable_reason(recipe, leaf)) is None:
@@ -198,16 +204,6 @@ def _check_unsearchable_fields(recipe: Recipe, trial: Recipe, context: str) -> N
             f"the recipe says {mine.get(leaf)}; it cannot be searched: {why}",
             see="how-to/tuning.md#a-recipe-with-a-search",
         )
-
-
-def _flatten(value: Any, name: str = "") -> dict[str, Any]:
-    """The fields of nested sections by their dotted names."""
-    if not isinstance(value, dict):
-        return {name: value}
-    found: dict[str, Any] = {}
-    for key, inner in value.items():
-        found |= _flatten(inner, f"{name}.{key}" if name else str(key))
-    return found
 
 
 def _set_field(raw: dict[str, Any], dotted: str, value: Any, context: str) -> None:

@@ -53,9 +53,10 @@ from dpdist.reports.compare import markdown_table
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import find_recipe, load_recipe
 from dpdist.training.job import TrainJob, prepare
+from dpdist.training.record_scores import ACCURACY
 from dpdist.training.records import load_test_records
 from dpdist.training.trainer import fit
-from dpdist.tuning.scoring import compute_score, correct_predictions
+from dpdist.tuning.scoring import compute_score, values_by
 
 RESULTS = RESULTS_FOLDER / "splits.jsonl"
 SHARES = (0.05, 0.2, 0.36, 0.6, 0.8)
@@ -194,7 +195,7 @@ def measure(name: str, point: str, key: int, more: Changes) -> dict[str, Any]:
         "epsilon": job.plan.guarantee().epsilon,
         "noise": [round(each, 4) for each in noises(job)],
         "quality": 100 * quality,
-        "accuracy": 100 * float(correct_predictions(model, test, 1000).mean()),
+        "accuracy": 100 * float(values_by(ACCURACY, model, test, 1000).mean()),
         "tested": len(test),
     }
     answers = Ledger.read(folder.ledger).recorded_answers

@@ -408,7 +408,7 @@ class Recipe(BaseRecipe):
 
         A key is such as "training.batch_size".
         """
-        return dict(_flatten(self.model_dump(mode="json", exclude=_MODEL_INDEPENDENT_KEYS)))
+        return dict(flatten(self.model_dump(mode="json", exclude=_MODEL_INDEPENDENT_KEYS)))
 
 
 def _tokens_of_own_head(model: Any) -> int | None:
@@ -866,12 +866,13 @@ def iter_differences(first: Any, second: Any, prefix: str = "") -> Iterator[tupl
         yield prefix, first, second
 
 
-def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings of nested sections by their dotted names."""
     if not isinstance(value, dict) or not value:
         yield prefix.rstrip("."), value
         return
     for key, inner in value.items():
-        yield from _flatten(inner, f"{prefix}{key}.")
+        yield from flatten(inner, f"{prefix}{key}.")
 
 
 # --- the plan of a recipe ---------------------------------------------------------------------

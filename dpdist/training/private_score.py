@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpdist import models
 from dpdist.config.training import ScriptScore
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_json, write_json
@@ -50,7 +49,7 @@ from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
 from dpdist.training import checkpoint
 from dpdist.training.collectives import Workers
-from dpdist.training.record_scores import RecordScore
+from dpdist.training.record_scores import ACCURACY, RecordScore
 from dpdist.training.script_state import evaluation_mode, kept_buffers
 
 # Of the module and a batch: one value a record, (B,); or by the model's outputs.
@@ -194,11 +193,6 @@ def check_apart(private_eval_data: Records, others: Mapping[str, Records | None]
 # --- the scores ---------------------------------------------------------------------------------
 
 
-def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return 1.0 for each record that is classified rightly: logits (B, C), classes (B,)."""
-    return (models.predicted_classes(outputs) == targets).double()
-
-
 @dataclass(frozen=True)
 class _Found:
     """Hold what the ledger knows of a score.
@@ -223,9 +217,10 @@ class RecordValues:
 
     def __init__(self, records: Records, value: Value | None, device: torch.device) -> None:
         self.records, self._device = records, device
-        self._objective: Objective = accuracy
-        if value is not None:
-            self._objective = value if isinstance(value, RecordScore) else OwnLoss(value)
+        by_outputs = ACCURACY if value is None else value
+        self._objective: Objective = (
+            by_outputs if isinstance(by_outputs, RecordScore) else OwnLoss(by_outputs)
+        )
 
     def check(self, model: nn.Module) -> list[float]:
         """Return the values of three invented examples, which are had by looking alone.
