@@ -14,7 +14,6 @@ import pickle
 import random
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
@@ -544,15 +543,8 @@ def _build_trial(
     run_key = derive_key(trial.key, "fixed").hex() if fixed else None
     privacy = _trial_privacy(asked.privacy, noise, run_key)
     values = all_values(asked.tune, settings["values"])
-    own, end = folder.trial_folder(number), time.monotonic() + _WAIT_SECONDS
-    while True:
-        try:
-            training = function.build(values, privacy, own.path)
-            break
-        except RunBusyError:  # its process ends with its parent, but not at once
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.5)
+    own = folder.trial_folder(number)
+    training = function.build(values, privacy, own.path)
     terms = read_terms(folder)
     if terms["data"] != keyed_data(function, salt_of(terms)):
         raise UserError("data: other records than those that the search was begun with")
@@ -568,9 +560,6 @@ def _build_trial(
         begin_trial_folder(own, training.recipe, trial)
     workers.agree()  # worker 0 has written the drawn key
     return training
-
-
-_WAIT_SECONDS = 30.0
 
 
 def _train(training: PrivateTraining) -> None:

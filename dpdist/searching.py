@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import torch
 from pydantic import BaseModel
 
@@ -54,7 +53,7 @@ from dpdist.reports.plots import plot_trials
 from dpdist.reports.results import load_results
 from dpdist.runs.accounting import PublishedTrial, SearchTerms
 from dpdist.runs.charging import Hashed
-from dpdist.runs.folder import DifferentRecipeError, RunFolder
+from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import (
     Recipe,
     parse_recipe,
@@ -88,6 +87,7 @@ from dpdist.training.script_checks import (
     HashedRecords,
     check_scored_users,
     check_units_apart,
+    refuse_budget_of_features,
     scored_by_unit,
 )
 from dpdist.training.script_state import keep_module_record
@@ -196,7 +196,7 @@ class FunctionSearch(Search):
         private = [function.records]
         if not function.public:
             private.append(single_records(function.scored))
-        return _AllHashed([HashedRecords(each).hashes for each in private])
+        return HashedRecords(*private)
 
     def _keep_checked(self) -> None:
         drawn = [trial.values for trial in read_trials(self.folder) if trial.values is not None]
@@ -258,17 +258,6 @@ class FunctionSearch(Search):
             self._explorer.recipe_of(read_settings(self.folder, winner)["values"])
 
 
-@dataclass(frozen=True)
-class _AllHashed:
-    """Hold the hashes of several sets of records, as a budget reads them."""
-
-    parts: list[np.ndarray]
-
-    @property
-    def hashes(self) -> np.ndarray:
-        return np.concatenate(self.parts)
-
-
 # --- checks before a search -------------------------------------------------------------------
 
 
@@ -283,14 +272,9 @@ def _check_function_search(
     options: Mapping[str, Any],
 ) -> FunctionSearch:
     """Check all that can be checked, account the search, and write nothing. Raises UserError."""
-    for name, given in {
-        "space": space,
-        "data": data,
-        "num_trials": num_trials,
-        "score": score,
-    }.items():
-        if given is None:
-            raise UserError(f"tune: {name}: is required to search over a function")
+    given = {"space": space, "data": data, "num_trials": num_trials, "score": score}
+    if missing := [name for name, each in given.items() if each is None]:
+        raise UserError(f"tune: {missing[0]}: is required to search over a function")
     records, asked = as_records(data), _parse_privacy(privacy)
     scored, value, terms = _parse_score(score, asked)
     tune = parse_section(
@@ -305,11 +289,7 @@ def _check_function_search(
         "tune",
     )
     public = tune.score.is_public
-    if asked.budget is not None and getattr(records, "of_features", False):
-        raise UserError(
-            "privacy.budget: must be left out, as the records are features that a network made: "
-            "whether the budget knows the same records in another form cannot be told"
-        )
+    refuse_budget_of_features(asked, records)
     function = TrainFunction(train, records, scored, value, public, asked.epsilon is None)
     sent = _send(function)
     begun = SearchFolder(folder)
@@ -318,7 +298,7 @@ def _check_function_search(
     explorer = Explorer(function, tune, asked)
     recipe = _search_recipe(explorer, tune, asked, folder, options["resources"])
     _refuse_common(function, recipe)
-    continued = _was_begun(recipe, folder)
+    continued = check_same_search(recipe, folder)
     units = len(Users.from_values(_units_of(records), 1)) if recipe.user_unit else len(records)
     counts = RecordCounts(units, 0.0, lambda fraction: units)
     settings = settings_of_space(tune, explorer.recipe_of)
@@ -357,17 +337,6 @@ def _refuse_common(function: TrainFunction, recipe: Recipe) -> None:
 
 def _units_of(records: Records) -> list[Any]:
     return [records.unit_id(index) for index in range(len(records))]
-
-
-def _was_begun(recipe: Recipe, folder: RunFolder) -> bool:
-    """Return whether this search was begun before. Raises UserError for another run's folder."""
-    try:
-        return check_same_search(recipe, folder)
-    except DifferentRecipeError as error:
-        said = str(error).partition(": ")[2].partition("; choose")[0]
-        raise UserError(
-            f"folder: {folder.path}: {said}; give another folder, or the same arguments"
-        ) from None
 
 
 def _assumed_of_score(function: TrainFunction) -> list[str]:
@@ -422,19 +391,12 @@ def _parse_score(
 
     Private records are by unit where a user is the unit.
     """
-    if not isinstance(score, Mapping):
+    keys = set(score) if isinstance(score, Mapping) else set()
+    given = [key for key in ("private_eval_data", "public") if key in keys]
+    if len(given) != 1 or keys - set(_SCORE_KEYS):
         raise UserError(
             'tune: score: must be {"private_eval_data": private records} or {"public": records}, '
-            "with "
-            '"value": a function of model and batch to one value a record, got '
-            f"{type(score).__name__}"
-        )
-    if unknown := sorted(score.keys() - set(_SCORE_KEYS)):
-        raise UserError(f"tune: score.{unknown[0]}: must be one of {', '.join(_SCORE_KEYS)}")
-    given = [key for key in ("private_eval_data", "public") if score.get(key) is not None]
-    if len(given) != 1:
-        raise UserError(
-            "tune: score: must have exactly one of private_eval_data (private) and public"
+            'with "value" (a function of model and batch to one value a record) and "noise" at most'
         )
     value = score.get("value")
     name = value_name(value, "tune: score.value")
@@ -450,14 +412,7 @@ def _parse_score(
 
 def _parse_privacy(privacy: Any) -> PrivacyRecipe:
     """Return the section `privacy` of training and search together. Raises UserError."""
-    if isinstance(privacy, Mapping):
-        privacy = Privacy(**privacy)
-    if not isinstance(privacy, PrivacyRecipe):
-        raise UserError(
-            "tune: privacy: must be a dpdist.Privacy of training and search together, or a dict of "
-            f"its fields, got {type(privacy).__name__}"
-        )
-    return privacy
+    return privacy if isinstance(privacy, PrivacyRecipe) else Privacy(**privacy)
 
 
 def _send(function: TrainFunction) -> bytes:

@@ -556,8 +556,8 @@ def check_same_search(recipe: Recipe, folder: RunFolder) -> bool:
     if different:
         raise DifferentRecipeError(
             f"{folder.path}: a search of that name exists with a different recipe "
-            f"({', '.join(different)} differ); choose another --name, or repeat the recipe to "
-            "continue it"
+            f"({', '.join(different)} differ); choose another --name (in Python: folder=), or "
+            "repeat the recipe to continue it"
         )
     return True
 

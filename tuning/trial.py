@@ -353,18 +353,9 @@ def make_tune_pass(
         )
 
     def make_scheduler() -> Any:
-        from ray.tune.schedulers import ASHAScheduler
+        from dpdist.tuning.searchers import METRIC, asha_scheduler
 
-        from dpdist.tuning.searchers import METRIC
-
-        return ASHAScheduler(
-            time_attr="reached",
-            metric=METRIC,
-            mode="max",
-            grace_period=1,
-            reduction_factor=factor,
-            max_t=factor ** (section.scores_per_trial - 1),
-        )
+        return asha_scheduler(section.asha, metric=METRIC, mode="max")
 
     factor = section.asha.reduction_factor if section.asha else 1
     return TrialPass(
