@@ -18,9 +18,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from io import StringIO
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,6 @@ from dpdist.core.files import (
 from dpdist.data.overlap import single_records
 from dpdist.data.protocol import UNITS, Records
 from dpdist.gradients.noise import add_noise
-from dpdist.methods.base import Method
 from dpdist.models.factory_code import code_digest_of
 from dpdist.privacy.ledger import JournalBusy, LedgerError
 from dpdist.private_training import (
@@ -74,13 +72,11 @@ from dpdist.tuning.manifest import (
     read_trials,
 )
 from dpdist.tuning.space import (
-    CostBox,
-    SearchCost,
     TrialValues,
-    domain_value,
     iter_probe_values,
     iter_searched_fields,
-    recipe_cost_box,
+    settings_of_space,
+    trial_cost,
 )
 from dpdist.tuning.trial import (
     ScoreReporter,
@@ -265,58 +261,32 @@ def _description(training: PrivateTraining) -> str:
 # --- its price --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class FunctionCost(SearchCost):
-    """Compute the cost of a search over a function.
-
-    settings: recipes of trainings that it builds, one for each cost at least.
-    """
-
-    settings: tuple[Recipe, ...] = ()
-
-    @cached_property
-    def _cost_boxes(self) -> list[CostBox]:
-        boxes = [recipe_cost_box(each) for each in (self.recipe, *self.settings)]
-        return [box for place, box in enumerate(boxes) if box not in boxes[:place]]
-
-    @cached_property
-    def _methods(self) -> list[Method]:
-        return [self.recipe.method]
-
-
-def settings_of_space(
+def settings_of_function(
     tune: TuneRecipe, recipe_of: Callable[[TrialValues], Recipe]
 ) -> tuple[Recipe, ...]:
     """Return the recipes that the space's values make, one for each cost.
 
-    Listed values that change a trial's cost are combined with each other. Raises UserError for a
-    range of such values, since what lies between its ends is not known, and for rates by class
-    that are not those of all trials, by which the search is priced.
+    Raises UserError for a range of values that change a trial's cost, and for rates by class that
+    are not those of all trials, by which the search is priced.
     """
-    found = [recipe_of(values) for values in iter_probe_values(tune)]
+    probes = list(iter_probe_values(tune))
+    found = [recipe_of(values) for values in probes]
     rates, *others = ((each.data.class_sampling, each.data.class_counts) for each in found)
     if any(each != rates for each in others):
         raise UserError(
             "train: rates and class_counts must be the same in every trial, got others for other "
             "values of the space: give them outside of it"
         )
-    first = {key: domain.values_or_bounds[0] for key, domain in tune.space.items()}
-    own, costly = recipe_cost_box(found[0]), dict[str, tuple[Any, ...]]()
-    for key, domain in tune.space.items():
-        others = list(domain.values_or_bounds[1:])
-        if domain.choice is None:
-            others.append(domain_value(domain, 0.5))
-        if all(recipe_cost_box(recipe_of({**first, key: each})) == own for each in others):
-            continue
-        if domain.choice is None:
-            raise UserError(
-                f"tune: space.{key}: changes what a trial costs; list its values (choice) in place "
-                "of a range"
-            )
-        costly[key] = domain.choice
-    for listed in product(*costly.values()):
-        found.append(recipe_of({**first, **dict(zip(costly, listed, strict=True))}))
-    return tuple(found)
+    costly = [
+        key
+        for key in tune.space
+        if any(
+            trial_cost(each) != trial_cost(found[0]) and values == {**probes[0], key: values[key]}
+            for values, each in zip(probes, found, strict=True)
+        )
+    ]
+    combined = settings_of_space(tune, recipe_of, costly, "tune: space")
+    return tuple({trial_cost(each): each for each in (*found, *combined)}.values())
 
 
 # --- looking at trainings ----------------------------------------------------------------------

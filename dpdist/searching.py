@@ -63,7 +63,6 @@ from dpdist.runs.recipe import (
 )
 from dpdist.searched_function import (
     Explorer,
-    FunctionCost,
     TrainFunction,
     TrainRaisedError,
     TrialConfig,
@@ -73,7 +72,7 @@ from dpdist.searched_function import (
     keyed_data,
     salt_of,
     sent_file,
-    settings_of_space,
+    settings_of_function,
     take_step,
 )
 from dpdist.training.private_score import (
@@ -301,8 +300,8 @@ def _check_function_search(
     continued = check_same_search(recipe, folder)
     units = len(Users.from_values(_units_of(records), 1)) if recipe.user_unit else len(records)
     counts = RecordCounts(units, 0.0, lambda fraction: units)
-    settings = settings_of_space(tune, explorer.recipe_of)
-    cost = FunctionCost(recipe, counts, tune.num_trials, "tune", settings)
+    settings = settings_of_function(tune, explorer.recipe_of)
+    cost = SearchCost(recipe, counts, tune.num_trials, "tune", settings)
     search = FunctionSearch(recipe, folder, cost, fingerprint, explorer, sent)
     if not (continued and begun.terms.exists()):
         for values in iter_probe_values(tune):
