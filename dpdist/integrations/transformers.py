@@ -48,7 +48,6 @@ from dpdist.private_training import PrivateTraining, StepReport
 from dpdist.publishing import write_adapter
 from dpdist.release.description import read_base
 from dpdist.release.files import BASE, is_release, verify_checksums
-from dpdist.runs.folder import RunFolder
 from dpdist.training.script_state import kept_modes
 
 with torch.device("cpu"):  # whatever device the importing code has as its default
@@ -478,38 +477,7 @@ class _InputsAlone(Records):
 # --- adapters ---------------------------------------------------------------------------------
 
 
-def save_adapter(
-    model: Any,
-    run: RunFolder | str | Path,
-    folder: str | Path,
-    *,
-    base_name: str | None = None,
-    not_private: bool = False,
-) -> Path:
-    """Write the adapter that a run trained, with its card, as `peft` loads it.
-
-    Guarantee: the adapter's tensors are those that the run released, so its card speaks of them. No
-    other weight is written, and no path of this machine.
-
-    Args:
-        model: the `peft` model that was trained, with one adapter, or the module around it; None:
-            the model of a recipe's run, as its folder holds it.
-        run: its run, which is finished, or the run's folder or name under runs/.
-        folder: a new folder, or one that holds the same already: adapter_config.json and
-            adapter_model.safetensors, the privacy card, base.json with the base's name and digest,
-            and a page.
-        base_name: public name of the base; default: the one that `peft` noted, without a path.
-        not_private: write it although the run has no finite epsilon or a fixed key; the card then
-            says so.
-
-    Returns:
-        The folder.
-
-    Raises:
-        UserError: the run is not finished or not private, the model is not the one that it trained,
-            weights outside of the adapter were trained, or the folder holds something else.
-    """
-    return write_adapter(model, run, folder, base_name=base_name, not_private=not_private)
+save_adapter = write_adapter
 
 
 def load_adapter(base: Any, folder: str | Path) -> Any:

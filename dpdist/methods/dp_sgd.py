@@ -17,13 +17,11 @@ unclipped records. So three variants exist:
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import model_validator
 
-from dpdist.core.errors import UserError
 from dpdist.core.fields import Positive, PositiveOrZero
 from dpdist.methods.base import Capabilities, DrawCount, Execution, Method, MethodState
 from dpdist.privacy.plan import StepPlan
@@ -211,18 +209,6 @@ def dplis_smoothing_std(
 
     radius: R, smoothing in units of one step's noise (10 is the paper's rule without tuning);
     learning_rate: eta, of the averaged gradient; batch_size: the expected batch L. Returns
-    R * (eta / L) * noise_multiplier * clip_norm (Equation 6). Raises UserError for values out of
-    range.
+    R * (eta / L) * noise_multiplier * clip_norm (Equation 6).
     """
-    named = {
-        "radius": radius,
-        "learning_rate": learning_rate,
-        "noise_multiplier": noise_multiplier,
-        "clip_norm": clip_norm,
-    }
-    for name, value in named.items():
-        if not (math.isfinite(value) and value >= 0):
-            raise UserError(f"DPlis: {name} must be a finite number >= 0, got {value}")
-    if batch_size < 1:
-        raise UserError(f"DPlis: batch_size must be at least 1, got {batch_size}")
     return radius * (learning_rate / batch_size) * noise_multiplier * clip_norm

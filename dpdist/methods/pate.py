@@ -228,8 +228,7 @@ class TeacherOverrides(Section):
     @property
     def overridden_sections(self) -> dict[str, Section]:
         """Return the sections that are given, by name."""
-        found: dict[str, Section | None] = {"model": self.model, "training": self.training}
-        return {name: section for name, section in found.items() if section is not None}
+        return {name: section for name, section in self if section is not None}
 
 
 class SmoothedLoss(Section):
@@ -457,27 +456,19 @@ class PATEExecution(Execution[PATE]):
 
     def _votes(self, run: TrainingDriver, inputs: Tensor, classes: int) -> np.ndarray:
         """PRIVATE: those of the teachers, made once and kept in the private folder."""
-        from dpdist.core.files import error_text, read_bytes, write_atomic
+        from dpdist.core.files import write_atomic
 
         path = run.job.folder.private / VOTES
         if not path.exists():
-            votes: np.ndarray = count_votes(
-                run.train_teachers(
-                    self.method.teachers, self.method.teaching.overridden_sections
-                ).class_scores(inputs)
-            )
+            sections = self.method.teaching.overridden_sections
+            teachers = run.train_teachers(self.method.teachers, sections)
             buffer = io.BytesIO()
-            np.save(buffer, votes)
+            np.save(buffer, count_votes(teachers.class_scores(inputs)))
             write_atomic(path, buffer.getvalue())
             path.chmod(0o600)
-        try:
-            votes = np.load(io.BytesIO(read_bytes(path)), allow_pickle=False)
-            if votes.shape != (len(inputs), classes) or votes.dtype != np.int64:
-                raise ValueError("other votes than these teachers have")
-        except (ValueError, EOFError) as error:
-            raise UserError(
-                f"{path}: damaged: {error_text(error)}; remove it, and the teachers vote again"
-            ) from error
+        votes: np.ndarray = np.load(path, allow_pickle=False)
+        if votes.shape != (len(inputs), classes):
+            raise UserError(f"{path}: damaged: remove it, and the teachers vote again")
         return votes
 
     def release_labels(self, votes: np.ndarray, plan: PrivacyPlan, key: bytes) -> list[float]:
