@@ -33,7 +33,6 @@ from dpdist.data.adapters import as_records
 from dpdist.data.overlap import single_records
 from dpdist.data.protocol import Records
 from dpdist.evaluation import evaluate_stage
-from dpdist.gradients.clipping import make_clipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.hooks import each_tensor, take
 from dpdist.gradients.independence import SYNTHETIC_KEY
@@ -60,7 +59,7 @@ from dpdist.training.job import (
     ensure_run_key,
 )
 from dpdist.training.loop import Loop
-from dpdist.training.model_setup import MEASURED, importance_weighted
+from dpdist.training.model_setup import MEASURED, importance_weighted, script_engine
 from dpdist.training.monitoring import StepMetrics
 from dpdist.training.private_score import (
     PrivateScore,
@@ -359,21 +358,11 @@ class PrivateTraining(PublicViews):
 
     def _engine_of(self, recipe: Recipe, examples: tuple[Any, Tensor]) -> GradientEngine:
         """Return the gradient engine, checked on invented examples. Raises UserError."""
-        privacy, count = recipe.privacy, len(self._records)
-        objective = importance_weighted(
-            objective_of(self._loss), recipe, privacy.nominal_records or count
-        )
+        count = recipe.privacy.nominal_records or len(self._records)
+        objective = importance_weighted(objective_of(self._loss), recipe, count)
         if self._autocast:
             objective = under_autocast(objective)
-        engine = GradientEngine(
-            self.model,
-            objective,
-            clipping=make_clipping(privacy.clipping, privacy.clip_norm),
-            micro_batch=recipe.resources.micro_batch,
-            vmap=recipe.model.vmap,
-        )
-        engine.records_per_example = privacy.max_records_per_user or 1
-        engine.rounding = recipe.resources.rounding
+        engine = script_engine(self.model, objective, recipe)
         with kept_buffers(self.model):
             few = take(examples[0], slice(2)), examples[1][:2]
             with keyed_draws(SYNTHETIC_KEY, self._device), torch.no_grad():

@@ -41,7 +41,7 @@ from dpdist.core.files import (
     write_json,
 )
 from dpdist.data.overlap import single_records
-from dpdist.data.protocol import UNITS, Records
+from dpdist.data.protocol import UNITS, Records, kept_generators
 from dpdist.gradients.noise import add_noise
 from dpdist.models.factory_code import code_digest_of
 from dpdist.privacy.ledger import JournalBusy, LedgerError
@@ -234,8 +234,8 @@ def of_a_search() -> Iterator[None]:
 
     Afterwards all generators go on as before.
     """
-    kept, inside = (random.getstate(), np.random.get_state()), IN_SEARCH.set(True)
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
+    inside = IN_SEARCH.set(True)
+    with torch.random.fork_rng(range(torch.cuda.device_count())), kept_generators():
         random.seed(0)
         np.random.seed(0)
         torch.manual_seed(0)
@@ -243,8 +243,6 @@ def of_a_search() -> Iterator[None]:
             yield
         finally:
             IN_SEARCH.reset(inside)
-            random.setstate(kept[0])
-            np.random.set_state(kept[1])
 
 
 def _description(training: PrivateTraining) -> str:

@@ -68,21 +68,9 @@ _UNSEARCHABLE_FIELDS = {
     "public": "what is trained on public records is trained once, before the search",
     "statistics": "they are bought once, before the search",
     "resources": "it changes nothing that is learned",
-    "privacy.epsilon": "it is the target of training and search together",
-    "privacy.delta": "the guarantee is stated at one delta",
-    "privacy.adjacency": "the guarantee is stated for one neighboring relation",
-    "privacy.batch_cap": "a trial with another cap would need a price of its own",
-    "privacy.unit": "the guarantee is stated for one unit",
-    "privacy.max_records_per_user": "the guarantee is stated for one unit",
-    "privacy.budget": "the whole search is charged once",
-    "privacy.budget_ceiling": "the whole search is charged once",
-    "privacy.budget_delta": "the whole search is charged once",
-    "privacy.budget_composition": "the whole search is charged once",
-    "privacy.run_key": "keys are drawn, never chosen by their scores",
-    "privacy.allow_large_delta": "it is not a hyper-parameter",
-    "privacy.nominal_records": "it is declared once, for the data set",
     "certify.alpha": "the error of a certificate is not chosen by its score",
 }
+_SEARCHABLE_PRIVACY = ("privacy.noise_multiplier", "privacy.clip_norm", "privacy.clipping")
 _PROBE_POSITION = (math.sqrt(5) - 1) / 2  # somewhere between the ends of a range
 
 
@@ -183,6 +171,8 @@ def _unsearchable_reason(recipe: Recipe, field: str) -> str | None:
             "privacy.epsilon is the target, which fixes the noise; give privacy.noise_multiplier "
             "instead of epsilon"
         )
+    if field.startswith("privacy.") and field not in _SEARCHABLE_PRIVACY:
+        return "it is a term of the guarantee of training and search together"
     return next(
         (why for prefix, why in _UNSEARCHABLE_FIELDS.items() if _is_within(field, prefix)), None
     )

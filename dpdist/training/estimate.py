@@ -24,7 +24,6 @@ from dpdist.core.errors import UserError
 from dpdist.data import Dataset
 from dpdist.data.adapters import as_records, check_one_class_each
 from dpdist.data.protocol import Records
-from dpdist.gradients.clipping import make_clipping
 from dpdist.gradients.engine import GradientEngine, TrainingObjective
 from dpdist.gradients.hooks import Inputs, Objective, each_tensor, take
 from dpdist.gradients.noise import add_noise
@@ -37,7 +36,7 @@ from dpdist.privacy.guarantee import FIXED_KEY, Guarantee, format_delta, format_
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe, parse_recipe, resolve_plan
 from dpdist.training.collectives import FlatOptimizer, memory_bytes
-from dpdist.training.model_setup import build_engine, initial_model, model_spec
+from dpdist.training.model_setup import build_engine, initial_model, model_spec, script_engine
 from dpdist.training.records import data_source, load_test_records, records_with_canaries
 from dpdist.training.script_state import kept_buffers
 
@@ -336,15 +335,8 @@ def _measured(
     model: nn.Module, records: Records, recipe: Recipe, plan: PrivacyPlan, objective: Objective
 ) -> StepCost:
     """Measure a step of a script on invented examples."""
-    privacy = recipe.privacy
-    engine = GradientEngine(
-        model,
-        objective,
-        clipping=make_clipping(privacy.clipping, privacy.clip_norm),
-        micro_batch=recipe.resources.micro_batch,
-        vmap=recipe.model.vmap,
-    )
-    engine.rounding = recipe.resources.rounding
+    engine = script_engine(model, objective, recipe)
+    engine.records_per_example = 1  # records are timed
     device = engine.parameters[0].device
     inputs, targets = records.examples(PROBE_EXAMPLES)
     inputs, targets = each_tensor(lambda each: each.to(device), inputs), targets.to(device)

