@@ -196,7 +196,10 @@ def _train_and_evaluate(
     if not folder.recipe_file.exists():  # a name is not taken by a run that its budget refuses
         checked.check_budget(context)
     work = checked.begin()
-    claim_archive(recipe, folder)
+    resources = recipe.resources
+    archive = Archive.claim(folder, resources.archive, resources.archive_private)
+    if archive is not None:
+        console.log(archive.notice)
     with run_session(folder, recipe.resources.min_cpus, executor) as opened:
         if isinstance(work, Search):
             search_stage(work, opened)
@@ -327,14 +330,6 @@ def run_session(
         raise Interrupted("interrupted; the same command continues where it stopped") from None
 
 
-def claim_archive(recipe: Recipe, folder: RunFolder) -> None:
-    """Claim the archive that the recipe asks for, before anything is computed."""
-    resources = recipe.resources
-    archive = Archive.claim(folder, resources.archive, resources.archive_private)
-    if archive is not None:
-        console.log(archive.notice)
-
-
 def archive_stage(folder: RunFolder) -> None:
     """Bring the run's archive up to date, if it has one."""
     archive = Archive.find(folder)
@@ -395,17 +390,14 @@ def train_stage(job: TrainJob, executor: Executor) -> None:
         return
     place = place_training(job, executor)
     done = job.recipe.guarantee_of(job.plan, job.plan.phases)
-    console.log(f"training: {_describe_work(job)}, {place}")
+    work = job.recipe.method.describe(job.plan)
+    if job.plan.steps:
+        count = job.recipe.resources.worker_count_text
+        work = f"{job.plan.steps:,} steps on {count} worker{'s' * (count != '1')}"
+    console.log(f"training: {work}, {place}")
     console.log(f"training: when done, {done.row.text}")
     with console.progress("training", "steps" if job.plan.steps else "models") as show:
         train(job, place, show, console.log)
-
-
-def _describe_work(job: TrainJob) -> str:
-    if not job.plan.steps:
-        return job.recipe.method.describe(job.plan)
-    count = job.recipe.resources.worker_count_text
-    return f"{job.plan.steps:,} steps on {count} worker{'s' * (count != '1')}"
 
 
 def search_stage(search: Search, executor: Executor) -> None:

@@ -13,7 +13,7 @@ import json
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -45,7 +45,7 @@ from dpdist.privacy.ledger import JournalBusy, Ledger, ReplayConflict
 from dpdist.randomness.keys import derive_key
 from dpdist.reports.results import read_stage, stage_of_card
 from dpdist.reports.tracking import check_script_tracker, track_script
-from dpdist.runs.charging import begin_charge, check_charge, end_charge
+from dpdist.runs.charging import charged, check_charge
 from dpdist.runs.folder import RunFolder, complete_checkpoints, open_run
 from dpdist.runs.recipe import Recipe, resolve_plan
 from dpdist.script_views import PublicViews
@@ -413,7 +413,8 @@ class PrivateTraining(PublicViews):
         self._workers.check_same({"checkpoint": str(self._done), **learner.digests("checkpoint")})
         if folder.training_summary.exists():
             if self._hashed is not None and self._workers.first:  # a crash may have left it open
-                end_charge(self._recipe, folder, self._hashed, None, _CONTEXT)
+                with self._charged(self._hashed):
+                    pass
             _evaluate(self._public, self._recipe, folder, self._workers)
             return
         self._attempt(key)
@@ -466,13 +467,8 @@ class PrivateTraining(PublicViews):
         held = None
         try:
             if workers.first:
-                if (
-                    self._hashed is not None
-                ):  # what the plan may release, and what it did in the end
-                    mine = begin_charge(self._recipe, plan, folder, self._hashed, _CONTEXT)
-                    self._stack.callback(
-                        end_charge, self._recipe, folder, self._hashed, mine, _CONTEXT
-                    )
+                if self._hashed is not None:
+                    self._stack.enter_context(self._charged(self._hashed))
                 held = Attempt.open_ledger(job, self._stack, identity, self._done)
         except JournalBusy:
             raise RunBusyError(
@@ -498,6 +494,10 @@ class PrivateTraining(PublicViews):
             examples=lambda: self._examples(MEASURED),
         )  # fmt: skip
         self._learner.watch()
+
+    def _charged(self, records: HashedRecords) -> AbstractContextManager[None]:
+        """Charge the plan to the records' budget, and in the end what was released."""
+        return charged(self._recipe, self.plan, self.run, records, _CONTEXT)
 
     def _save(self) -> None:
         """Write a checkpoint of everything as it is now, on all workers the same."""
@@ -677,11 +677,7 @@ class PrivateTraining(PublicViews):
             >>> training.close()
             >>> _ = signal.signal(signal.SIGTERM, before)
         """
-        if self._inside:
-            raise UserError(
-                "checkpoint: must be called between two steps, got a call inside one or after an "
-                "interrupted one: let a signal's handler set a flag, and call it after step()"
-            )
+        self._refuse_inside("checkpoint")
         if not self._started or not self.remaining_steps:
             return
         with self._workers.sharing_errors():
@@ -721,11 +717,7 @@ class PrivateTraining(PublicViews):
             >>> training.steps_taken, training.guarantee == training.plan.guarantee()
             (5, True)
         """
-        if self._inside:
-            raise UserError(
-                "finish: must be called between two steps, got a call inside one or after an "
-                "interrupted one"
-            )
+        self._refuse_inside("finish")
         if not self._done:
             raise UserError("finish: must be called after a step, got none: take one first")
         if self.remaining_steps:
@@ -873,6 +865,13 @@ class PrivateTraining(PublicViews):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _refuse_inside(self, call: str) -> None:
+        if self._inside:
+            raise UserError(
+                f"{call}: must be called between two steps, got a call inside one or after an "
+                "interrupted one: let a signal's handler set a flag, and call it after step()"
+            )
 
     def _ready(self) -> None:
         """Raise UserError where no step can be taken."""

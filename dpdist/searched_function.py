@@ -43,7 +43,6 @@ from dpdist.core.files import (
 from dpdist.data.overlap import single_records
 from dpdist.data.protocol import UNITS, Records, kept_generators
 from dpdist.gradients.noise import add_noise
-from dpdist.models.factory_code import code_digest_of
 from dpdist.privacy.ledger import JournalBusy, LedgerError
 from dpdist.private_training import (
     IN_SEARCH,
@@ -297,12 +296,11 @@ _NEUTRAL_NOISE = 1.0  # of a training that is built to be looked at, where noise
 class _Look:
     """Hold what is kept of a training that was built to be looked at.
 
-    recipe: with the noise and epsilon asked for. description: its digest. code: of its code.
+    recipe: with the noise and epsilon asked for. description: its digest.
     """
 
     recipe: Recipe
     description: str
-    code: str
 
 
 class Explorer:
@@ -327,10 +325,6 @@ class Explorer:
         """
         return self._look_at(values).recipe
 
-    def code_of(self, values: TrialValues) -> str:
-        """Return a digest of the code of the function, its model and the value of a record."""
-        return self._look_at(values).code
-
     def description_of(self, values: TrialValues) -> str | None:
         """Return the digest of the training that is built; None where that raises an error."""
         try:
@@ -352,8 +346,7 @@ class Explorer:
                         "nothing between calls, and seed what it draws",
                         see="how-to/tuning.md#from-a-ray-tune-script-to-a-private-search",
                     )
-            code = code_digest_of(training.model, self.function.train, self.function.value)
-            self._found[key] = _Look(self._as_asked(training.recipe), told, code)
+            self._found[key] = _Look(self._as_asked(training.recipe), told)
         return self._found[key]
 
     def _build(self, values: TrialValues) -> PrivateTraining:

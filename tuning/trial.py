@@ -165,22 +165,17 @@ def trial_recipe(
     """The recipe of a trial: values put in, noise fixed, no budget or search of its own."""
     chosen = apply_values(search_recipe, settings["values"], context)
     fixed = search_recipe.privacy.run_key is not None  # of tests: every trial is then repeatable
+    own = {
+        **dict.fromkeys(("epsilon", "budget", "budget_ceiling", "budget_delta")),
+        "noise_multiplier": settings["noise_multiplier"],
+        "run_key": derive_key(key, "fixed").hex() if fixed else None,
+    }
+    held_out = {"private_eval_fraction": private_eval_fraction_of(search_recipe)}
     return chosen.model_copy(
         update={
             "statistics": None,  # they are bought outside of the trials
-            "data": chosen.data.model_copy(
-                update={"private_eval_fraction": private_eval_fraction_of(search_recipe)}
-            ),
-            "privacy": chosen.privacy.model_copy(
-                update={
-                    "epsilon": None,
-                    "noise_multiplier": settings["noise_multiplier"],
-                    "budget": None,
-                    "budget_ceiling": None,
-                    "budget_delta": None,
-                    "run_key": derive_key(key, "fixed").hex() if fixed else None,
-                }
-            ),
+            "data": chosen.data.model_copy(update=held_out),
+            "privacy": chosen.privacy.model_copy(update=own),
         }
     )
 

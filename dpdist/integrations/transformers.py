@@ -17,7 +17,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +142,9 @@ def _refused_arguments(args: Any) -> Iterator[UserError]:
     for name in (each.name for each in dataclasses.fields(kind)):
         value, default = getattr(args, name), getattr(usual, name)
         taken = name in _READ or name in _WITHOUT_EFFECT
-        if not taken and value != default and not _is_unset(name, value):
+        # The Trainer sets these two itself, beside an argument that is refused or read.
+        unset = name == "local_rank" or (name == "report_to" and not value)
+        if not taken and value != default and not unset:
             then = _INSTEAD.get(name, _UNREAD)
             yield refusal(f"args.{name}", f"be left at {_word(default)}", _word(value), then)
 
@@ -200,11 +201,6 @@ def _tell_ignored(args: Any) -> None:
             "resources.checkpoint_seconds)",
             stacklevel=3,
         )
-
-
-def _is_unset(name: str, value: Any) -> bool:
-    """Return whether the Trainer set this itself, beside an argument that is refused or read."""
-    return name == "local_rank" or (name == "report_to" and not value)
 
 
 def _refused_callbacks(callbacks: Sequence[Any] | None) -> Iterator[UserError]:
@@ -378,7 +374,7 @@ class _RecordFields:
         ]  # fmt: skip
         if any(map(_is_packed, items)):
             raise RecordError(*PACKED)
-        if self._vocabulary is not None and not all(map(_has_tokens, renamed)):
+        if self._vocabulary is not None and not all(len(r.get("input_ids", ())) for r in renamed):
             raise RecordError(
                 "must have input_ids with a token at least, has none",
                 "cut texts and conversations into tokens first, as dpdist.documents does, and drop "
@@ -435,11 +431,6 @@ def _is_packed(record: Mapping[str, Any]) -> bool:
     return places is not None and begin_again(
         torch.as_tensor(places)[None], None if mask is None else torch.as_tensor(mask)[None]
     )
-
-
-def _has_tokens(record: Mapping[str, Any]) -> bool:
-    ids = record.get("input_ids")
-    return ids is not None and len(ids) > 0
 
 
 _REPLACED = (
@@ -748,21 +739,13 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
             at = f"{name}[{key!r}]" if key else name
             if any(each is known for known in self._apart):
                 continue
-            if common := count_common(self._inputs_of(each, at), self._private_inputs):
+            public = _InputsAlone(self._records_of(each, at))
+            if common := count_common(public, _InputsAlone(self._records)):
                 refuse(
                     at, "share no record with train_dataset", f"{common:,} in common",
                     "metrics on private records would be logged without noise",
                 )  # fmt: skip
             self._apart.append(each)
-
-    def _inputs_of(self, dataset: Any, name: str) -> Records:
-        """Return the records of a data set without their labels, to be recognized by."""
-        records = self._records_of(dataset, name)
-        return _InputsAlone(records)
-
-    @cached_property
-    def _private_inputs(self) -> Records:
-        return _InputsAlone(self._records)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"

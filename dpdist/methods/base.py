@@ -34,7 +34,7 @@ from pydantic import Field
 
 from dpdist.config.sections import BaseRecipe
 from dpdist.core.errors import UserError
-from dpdist.core.fields import OptionCondition, RejectBool, Section
+from dpdist.core.fields import OptionCondition, RejectBool, Section, value_and_default
 from dpdist.privacy.phases import GaussianSteps, Phase
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
 
@@ -155,6 +155,8 @@ class Method(Section):
     display_name: ClassVar[str] = ""  # to people
     # conditions of keys of a whole recipe
     recipe_conditions: ClassVar[tuple[OptionCondition, ...]] = ()
+    # keys of a recipe that it does not go with, and why
+    excluded: ClassVar[Mapping[str, str]] = {}
 
     @property
     @final
@@ -176,6 +178,10 @@ class Method(Section):
 
     def check(self, recipe: BaseRecipe) -> None:
         """Raise ValueError for a recipe in which the method would not be what it says."""
+        for key, why in self.excluded.items():
+            value, usual = value_and_default(recipe, key)
+            if value != usual:
+                raise ValueError(f"method {self.name} does not go with {key}{why}")
         privacy, own = recipe.privacy, self.capabilities
         if (
             privacy.clipping == "none"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -37,6 +38,7 @@ class NoisyRecordsMethod(Method):
 
     name: Literal["noisy-records"] = "noisy-records"
     display_name: ClassVar[str] = "training on records that were noised once"
+    excluded: ClassVar[Mapping[str, str]] = {"audit": "", "tune": ""}
     input_norm: Positive
     label_epsilon: Positive
 
@@ -48,9 +50,6 @@ class NoisyRecordsMethod(Method):
                 "privacy.adjacency: must be replace-one: each record is released, and how many "
                 "there are is seen"
             )
-        for what, given in (("audit", recipe.audit), ("tune", recipe.tune)):
-            if given is not None:
-                raise ValueError(f"method {self.name} does not go with {what}")
         chosen = recipe.data.content_filter_key
         if chosen is not None:
             raise ValueError(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -291,6 +292,12 @@ class PATE(Method):
 
     name: Literal["pate"] = "pate"
     display_name: ClassVar[str] = "PATE"
+    excluded: ClassVar[Mapping[str, str]] = {
+        "audit": ": what is private is released before the steps",
+        "data.max_train": ", a share of the number of records (take data.fraction)",
+        "privacy.batch_cap": "",
+        "resources.archive_private": ": votes stay where they are",
+    }
     teachers: Annotated[int, RejectBool, Field(ge=1, le=10_000)]
     public: PublicQueries
     queries: Count
@@ -320,35 +327,18 @@ class PATE(Method):
 
     def check(self, recipe: BaseRecipe) -> None:
         super().check(recipe)
-        refused = {
-            "audit: what is private is released before the steps": recipe.audit is not None,
-            "data.max_train, a share of the number of records (take data.fraction)": (
-                recipe.data.max_train is not None
-            ),
-            "privacy.batch_cap": recipe.privacy.batch_cap is not None,
-            "resources.archive_private: votes stay where they are": (
-                recipe.resources.archive_private
-            ),
-            "public weights of method.teaching.model, which nobody holds against the records "
-            "(model's may be the teachers' too)": self._teachers_have_own_initial_weights(
-                recipe.model
-            ),
-        }
-        for what, given in refused.items():
-            if given:
-                raise ValueError(f"method {self.name} does not go with {what}")
+        model = self.teaching.model
+        if model and model.pretrained_part not in (None, recipe.model.pretrained_part):
+            raise ValueError(  # what those weights saw, every teacher knows
+                f"method {self.name} does not go with public weights of method.teaching.model, "
+                "which nobody holds against the records (model's may be the teachers' too)"
+            )
         own = self.public.data == recipe.data.name and self.public.root in (None, recipe.data.root)
         if own and not recipe.data.public:
             raise ValueError(
                 "data.public: required: method.public names the run's own data set, of which some "
                 "records must be public"
             )
-
-    def _teachers_have_own_initial_weights(self, student: ModelRecipe) -> bool:
-        """Whether teachers begin with weights of which the student has none: what those saw, every
-        teacher knows, and only the student's are checked."""
-        model = self.teaching.model
-        return model is not None and model.pretrained_part not in (None, student.pretrained_part)
 
     @property
     def capabilities(self) -> Capabilities:

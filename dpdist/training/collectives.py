@@ -247,7 +247,6 @@ def release_id(label: str, leaves: Sequence[bytes]) -> str:
 # --- workers of a script ----------------------------------------------------------------------
 
 
-_FAILED, _ON_RECORD, _CONFLICT = range(3)  # what became of a step's announcement
 # What gloo says where a peer is gone, or answers no more.
 _GONE = re.compile("connection (closed|reset|refused)|broken pipe|timed out", re.I)
 
@@ -339,12 +338,6 @@ class Workers:
 
     def resources(self, section: Mapping[str, Any], reproducible: bool) -> dict[str, Any]:
         """Return a recipe's section with the number of workers that there are. Raises UserError."""
-        given = section.get("workers", 1)
-        if given not in (1, self.count):
-            raise UserError(
-                f"resources.workers: must be {self.count}, the processes of this script, got "
-                f"{given}: leave it out, and start the script by torchrun or Ray Train"
-            )
         if reproducible and self.count > CANONICAL_SHARDS:
             raise UserError(
                 f"reproducible: must be False with more than {CANONICAL_SHARDS} workers, got True "
@@ -421,22 +414,16 @@ class Workers:
         if self.count == 1:
             announce()
             return
-        verdict = _FAILED
-        if not self.first:
-            verdict = self._reducer.broadcast_int(verdict)
-            if verdict == _CONFLICT:
-                raise ReplayConflict("worker 0 announced the step with a different sum before")
-            if verdict != _ON_RECORD:
-                raise ClusterError("worker 0 could not put the step on record; nothing is released")
-            return
-        try:
-            announce()
-            verdict = _ON_RECORD
-        except ReplayConflict:
-            verdict = _CONFLICT
-            raise
-        finally:
-            self._reducer.broadcast_int(verdict)
+        conflict = ""
+        with self.sharing_errors():
+            if self.first:
+                try:
+                    announce()
+                except ReplayConflict as error:
+                    conflict = str(error)
+            conflict = self.agree(conflict=conflict)[0]["conflict"]
+        if conflict:
+            raise ReplayConflict(conflict)
 
 
 P = ParamSpec("P")

@@ -158,7 +158,7 @@ class _InProcessDriver:
         run_training(job, Reducer(0, 1, torch.device("cpu")))
 
     def train_teachers(self, count: int, sections: Any = None) -> Any:
-        raise UserError(f"{self.job.recipe.name}: one of many trainings has no teachers of its own")
+        raise NotImplementedError("one of many trainings has no teachers of its own")
 
     def release_once(self, private_source: bytes, draw: Any) -> list[float]:
         raise NotImplementedError("nothing is paid for")
@@ -289,13 +289,8 @@ class TeacherJob(JobSpec):
     """The teachers of one run; all of it is private."""
 
     kind = job_folder.JobKind("set of teachers", "training teachers")
-    table_file, metadata_key, schema, columns, sort_columns = (
-        TABLE,
-        KEY,
-        SCHEMA,
-        COLUMNS,
-        ("model",),
-    )
+    table_file, metadata_key = TABLE, KEY
+    schema, columns, sort_columns = SCHEMA, COLUMNS, ("model",)
 
     def __init__(
         self, job: TrainJob, count: int, sections: Mapping[str, Section] | None = None
@@ -484,10 +479,8 @@ def release_once(
     everything that it is drawn from, the recipe included: to draw it again after a crash is an
     exact replay, and a copy of the folder in which anything is another draws other noise, or is
     refused."""
-    about_id, question = (
-        _source_id(private_source),
-        _source_id(private_source + recipe_digest(job.recipe).encode()),
-    )
+    about_id = _source_id(private_source)
+    question = _source_id(private_source + recipe_digest(job.recipe).encode())
     folder, plan = job.folder, job.plan
     with Ledger.open(folder.ledger, plan.fingerprint()) as ledger:
         verify_ledger(folder, plan, ledger)

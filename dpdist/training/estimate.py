@@ -260,11 +260,14 @@ def measure_step(
     rate = examples_per_second(engine, task, *examples, blocks)
     rows = engine.rows_per_pass(blocks)
     members = min(records * step.mean_rate, step.batch_cap or records)
+    began = time.perf_counter()
+    add_noise(np.zeros(engine.size), _KEY, step.noise_std)
+    noise_seconds = time.perf_counter() - began
     return StepCost(
         rate,
         rows,
         shards * rows_per_batch(blocks, members, rows, engine.rounding),
-        _noise_seconds(engine.size, step.noise_std),
+        noise_seconds,
         _extra_bytes(engine) + rows * bytes_each,
     )
 
@@ -321,13 +324,6 @@ def _extra_bytes(engine: GradientEngine) -> int:
     return held if engine.vmap else held + 8 * largest
 
 
-def _noise_seconds(size: int, noise_std: float) -> float:
-    """Measure how long it takes to add noise to a sum of this size."""
-    began = time.perf_counter()
-    add_noise(np.zeros(size), _KEY, noise_std)
-    return time.perf_counter() - began
-
-
 # --- of a script ------------------------------------------------------------------------------
 
 
@@ -348,17 +344,13 @@ def _measured(
 
 def optimizer_of(optimizer: str | Callable[..., Optimizer]) -> Callable[..., Optimizer]:
     """Return what makes an optimizer of parameters and lr. Raises UserError for an unknown name."""
-    if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
+    made = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer
+    if not callable(made):
         raise UserError(
             f"optimizer: must be one of {', '.join(OPTIMIZERS)}, or a callable of parameters and "
-            f"lr, got {optimizer!r}"
+            f"lr, such as the class torch.optim.SGD, got {optimizer!r}"
         )
-    if not (isinstance(optimizer, str) or callable(optimizer)):
-        raise UserError(
-            "optimizer: must be a name or a callable of parameters and lr, got a "
-            f"{type(optimizer).__name__} itself: give its class, such as torch.optim.SGD"
-        )
-    return OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    return made
 
 
 def _slots(optimizer: str | Callable[..., Optimizer]) -> int:

@@ -230,8 +230,12 @@ def check_model(recipe: Recipe, dataset: data.Dataset) -> str:
     if recipe.training.has_augmentation:
         _check_augmented(recipe, spec)
     module = initial_model(recipe, spec)
-    if recipe.data.text is not None:
-        _check_tokens(recipe, module)
+    text = recipe.data.text
+    if text is not None and text.has_prompts and recipe.model.name != "transformer":
+        raise UserError(
+            f"{recipe.name}: model.name: must be transformer with data.text.prompt or messages, "
+            f"got {recipe.model.name!r}: others know no tokens that are read and not learned"
+        )
     engine = build_engine(recipe, module)
     if recipe.canary_audit is not None:
         check_canary_coordinates(recipe.canary_audit, engine.size)
@@ -249,30 +253,6 @@ def check_model(recipe: Recipe, dataset: data.Dataset) -> str:
     screened = screening_digest(recipe, module)
     execution.project_parameters(module)  # refuses a model that it cannot be applied to
     return screened
-
-
-def _check_tokens(recipe: Recipe, module: torch.nn.Module) -> None:
-    """Raise UserError for a model that does not read the recipe's tokens."""
-    text = data_source(recipe).columns.text
-    assert text is not None
-    known = getattr(module, "vocabulary", None)
-    if known is None:
-        raise UserError(
-            f"{recipe.name}: data.text: model {recipe.model.name!r} reads no tokens; take "
-            "transformer, or next-word-lstm and next-word-mlp for the next one, without model.mean "
-            "and std",
-            see="how-to/text.md#the-next-word",
-        )
-    if text.has_prompts and recipe.model.name != "transformer":
-        raise UserError(
-            f"{recipe.name}: model.name: must be transformer with data.text.prompt or messages, "
-            f"got {recipe.model.name!r}: others know no tokens that are read and not learned"
-        )
-    if known < text.vocabulary_size:
-        raise UserError(
-            f"{recipe.name}: model.options.config.vocab_size: must be >= the "
-            f"{text.vocabulary_size:,} tokens of the tokenizer, got {known:,}"
-        )
 
 
 def _check_augmented(recipe: Recipe, spec: ModelSpec) -> None:

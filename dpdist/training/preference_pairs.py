@@ -129,12 +129,6 @@ def preferences(
 
 def _check_reference(reference: Any, pretraining_data: Any, name: str) -> None:
     """Raise UserError for a reference that is no public model, as far as that can be known."""
-    if not isinstance(reference, nn.Module):
-        raise UserError(
-            f"{name}: reference must be a model of transformers that is public, got a "
-            f"{type(reference).__name__}: releases and runs are not taken, since their epsilon is "
-            "not composed with that of an own loop"
-        )
     if not isinstance(pretraining_data, str) or not pretraining_data.strip():
         raise UserError(
             f"{name}: pretraining_data must say what the reference and the first weights were "

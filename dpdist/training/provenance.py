@@ -233,14 +233,14 @@ def check_pretrained(recipe: Recipe, private: data.Dataset, context: str) -> dic
     about: dict[str, Any] = {"part": part, "model": models.model_hash(folder)}
     if part == "initial":
         about["denoiser"] = _initial_denoiser_spec(recipe, private) is not None
-    compared = _was_compared(folder, private, begin)
+    compared = was_compared(folder, private, begin)
     if (folder / PROVENANCE_FILE).exists() and recipe.public is not None:
         _check_pretraining_settings(folder, recipe.public, begin)
-    found = _describe_seen(folder, about["model"], recipe.data.name, begin, compared)
+    found = describe_seen(folder, about["model"], recipe.data.name, begin, compared)
     return {**about, **(found or _describe_declared(part, section, begin, compared))}
 
 
-def _describe_seen(
+def describe_seen(
     folder: Path, model: str, private: str, context: str, compared: bool
 ) -> dict[str, Any] | None:
     """Return the data that a folder's model has seen, by files beside it; None where none says."""
@@ -261,26 +261,6 @@ def _describe_seen(
 
 
 # --- features that a network made ---------------------------------------------------------------
-
-
-def describe_seen(folder: Path, private: data.Dataset, name: str, context: str) -> dict[str, Any]:
-    """Return what the model of a folder that dpdist wrote has seen: model, saw, checked, assumed.
-
-    private: records that must not be among it; name: of their data set. Raises UserError when one
-    is, or when nothing beside the model says what it saw.
-    """
-    if not (folder / "model.json").exists():
-        raise UserError(f"{context}: no model there")
-    compared = _was_compared(folder, private, context)
-    model = models.model_hash(folder)
-    found = _describe_seen(folder, model, name.partition("/")[0], context, compared)
-    if found is None:
-        raise UserError(
-            f"{context}: nothing says what it was trained on; take a folder of "
-            "`dpdist run --until pretrain`, or a release",
-            see="explanation/denoisers.md#what-the-frozen-part-saw",
-        )
-    return {"model": model, **found}
 
 
 # Records are told by their content, and features of two networks are two contents.
@@ -345,7 +325,7 @@ def _card(folder: Path, context: str) -> dict[str, Any]:
         raise UserError(f"{context}: {error}") from None
 
 
-def _was_compared(folder: Path, private: data.Dataset, context: str) -> bool:
+def was_compared(folder: Path, private: data.Dataset, context: str) -> bool:
     """Whether everything that the model in `folder` was trained on was compared with the private
     records, one by one. Raises UserError when one of them is among it."""
     if (folder / PROVENANCE_FILE).exists():
@@ -372,7 +352,7 @@ def _was_compared(folder: Path, private: data.Dataset, context: str) -> bool:
     )
     whole = refuse_common_records(private, theirs, context, why)
     inner = other.model.pretrained_part
-    return whole and (inner is None or _was_compared(inner[1].folder, private, context))
+    return whole and (inner is None or was_compared(inner[1].folder, private, context))
 
 
 def _enclosing_run(folder: Path) -> RunFolder | None:

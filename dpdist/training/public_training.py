@@ -147,16 +147,11 @@ def train_public(
 _WHITENED = 20_000  # public records that a covariance is of, at most
 
 
-def whitening_layers(model: nn.Module) -> list[WhiteningLayer]:
-    """Return the layers that `whiten_features` fits, a list; empty for most models."""
-    return [layer for layer in model.modules() if isinstance(layer, WhiteningLayer)]
-
-
 def whiten_features(
     model: nn.Module, records: data.Dataset, shape: tuple[int, ...], section: PublicRecipe
 ) -> None:
     """Fit the model's whitening layer, if any, to public records with their training's noise."""
-    for layer in whitening_layers(model):
+    for layer in (each for each in model.modules() if isinstance(each, WhiteningLayer)):
         seen: list[Tensor] = []
         hook = layer.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))
         generator = torch.Generator().manual_seed(section.training.init_seed)

@@ -44,12 +44,7 @@ def pack(name: str, value: Any) -> dict[str, Tensor]:
 
 
 def unpack(name: str, tensors: Mapping[str, Tensor]) -> Any:
-    """Invert `pack`. Raises UserError where the checkpoint holds nothing of that name."""
-    if f"{name}.json" not in tensors:
-        raise UserError(
-            f"state: the checkpoint holds no {name}: give the same objects, in the same order, as "
-            "when the run was begun"
-        )
+    """Invert `pack`. Raises KeyError where the checkpoint holds nothing of that name."""
     tree = json.loads(bytes(tensors[f"{name}.json"].tolist()))
     return _decoded(tree, lambda place: tensors[f"{name}.{place}"])
 

@@ -7,8 +7,8 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ from dpdist.privacy.ledger import (
 from dpdist.runs import charging
 from dpdist.runs.archive import Archive
 from dpdist.runs.folder import RunFolder, verify_ledger
-from dpdist.runs.recipe import Recipe
 from dpdist.training.job import PACKAGES, TrainJob
 from dpdist.training.monitoring import (
     WorkerChangeReporter,
@@ -117,7 +116,10 @@ def train(
             if archive:
                 looks.append(archive.make_updater(log))
             if not isinstance(executor, LocalExecutor):
-                looks.append(_capacity_monitor(job.recipe, log).poll)
+                resources = job.recipe.resources
+                gpus = resources.min_workers * resources.gpus_per_worker
+                need = {"CPU": resources.min_cpus, "GPU": gpus}
+                looks.append(CapacityMonitor("training", need, log).poll)
 
             def poll() -> None:
                 _report_progress(folder.progress, progress)
@@ -136,16 +138,12 @@ def train(
     return folder.require_trained()
 
 
-@contextmanager
-def _budget_charged(job: TrainJob) -> Iterator[None]:
+def _budget_charged(job: TrainJob) -> AbstractContextManager[None]:
     """Charge the records' budget around a training, if the recipe names one."""
     if job.recipe.privacy.budget is None:
-        yield
-        return
+        return nullcontext()
     records = training_records(job.recipe, job.source)
-    where = str(job.folder.recipe_file)
-    with charging.charged(job.recipe, job.plan, job.folder, records, where):
-        yield
+    return charging.charged(job.recipe, job.plan, job.folder, records, str(job.folder.recipe_file))
 
 
 def place_training(job: TrainJob, executor: Executor) -> Executor:
@@ -311,12 +309,6 @@ def _worker_error(folder: RunFolder) -> UserError:
 
 def _disk_full_error(what: object) -> DiskFullError:
     return DiskFullError(f"{what}; make room, and the same command continues")
-
-
-def _capacity_monitor(recipe: Recipe, log: Callable[[str], None]) -> CapacityMonitor:
-    resources = recipe.resources
-    need = {"CPU": resources.min_cpus, "GPU": resources.min_workers * resources.gpus_per_worker}
-    return CapacityMonitor("training", need, log)
 
 
 def _report_progress(path: Path, progress: ProgressCallback) -> None:

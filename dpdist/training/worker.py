@@ -213,16 +213,12 @@ def ensure_method_state(job: TrainJob, spec: ModelSpec) -> bool:
         )
         tensors = recipe.method.execution().prepare_state(setup)
         if tensors:
-            if _has_taken_steps(job.folder):
+            ledger = job.folder.ledger
+            if ledger.exists() and Ledger.read(ledger).attempts:  # workers have begun steps
                 raise UserError(f"{path}: missing, and steps were taken with it; {RESTORE_HINT}")
             contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
             write_atomic(path, save_tensors(contiguous))
     return path.exists()
-
-
-def _has_taken_steps(folder: RunFolder) -> bool:
-    """Whether workers have begun steps: these were taken with what is fixed."""
-    return folder.ledger.exists() and bool(Ledger.read(folder.ledger).attempts)
 
 
 def check_same_method_state(folder: RunFolder, ledger: Ledger, digest: str) -> None:
@@ -423,20 +419,12 @@ def run_training(
         loop, learner = restore(job, reducer, stack, stop_after)
         if loop.start == 0:
             learner.measure("before")
-        if take_steps(loop, learner, host_leaves):
-            loop.finish()
-
-
-def take_steps(
-    loop: Loop, learner: RecipeLearner, host_leaves: Callable[[], bool] | None = None
-) -> bool:
-    """Take the steps that are left. Return whether nothing interrupted them."""
-    watch = InterruptionWatch(loop.job.folder, loop.step.reducer, host_leaves)
-    while loop.done < loop.last:
-        if not _take_step(loop, learner, watch):
-            return False
-    watch.close()
-    return True
+        watch = InterruptionWatch(job.folder, reducer, host_leaves)
+        while loop.done < loop.last:
+            if not _take_step(loop, learner, watch):
+                return
+        watch.close()
+        loop.finish()
 
 
 def _take_step(loop: Loop, learner: RecipeLearner, watch: InterruptionWatch) -> bool:
