@@ -48,7 +48,7 @@ def save(folder: Path, state: TrainState, anchor: Anchor) -> None:
     anchor: the ledger's anchor; it names every release that the state was made of.
     """
     make_private_folder(folder)
-    target = folder / f"step-{state.step:08d}"
+    target = folder / _name(state.step)
     tensors = {
         "flat": state.parameters.cpu(),
         **{f"slot.{k}": v.cpu() for k, v in state.slots.items()},
@@ -74,9 +74,15 @@ def load_latest(folder: Path) -> TrainState | None:
     if not complete:
         return None
     done = read_json(complete[-1] / "done.json", {"step": int})
+    if complete[-1].name != _name(done["step"]):
+        raise UserError(f"{complete[-1]}: damaged: its done.json is that of step {done['step']}")
     tensors = _tensors(complete[-1] / "state.safetensors")
     slots = {k.removeprefix("slot."): v for k, v in tensors.items() if k.startswith("slot.")}
     return TrainState(done["step"], tensors["flat"], slots)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:

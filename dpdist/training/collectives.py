@@ -18,7 +18,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -128,7 +128,7 @@ class Reducer:
 
 
 _ADAM_BETA1, _ADAM_BETA2, _ADAM_EPSILON = 0.9, 0.999, 1e-8
-LEAF = 2**16  # entries that are digested and updated at once
+LEAF = 2**16  # entries that are updated at once
 
 
 class FlatOptimizer:
@@ -225,22 +225,10 @@ def memory_bytes(size: int, slots: int, rows: int) -> int:
     return size * (4 + 4 * slots + 8 * rows)
 
 
-def leaf_digests(label: str, summed: np.ndarray) -> list[bytes]:
-    """Return the digests of the bits of float64 (size,), leaf by leaf, with the sum's owner."""
-    found = []
-    for at in range(0, len(summed), LEAF):
-        digest = hashlib.blake2b(label.encode(), digest_size=32, person=b"dpdist.release")
-        digest.update(np.ascontiguousarray(summed[at : at + LEAF]).data)
-        found.append(digest.digest())
-    return found
-
-
-def release_id(label: str, leaves: Sequence[bytes]) -> str:
-    """Return the id of a whole sum, from its leaves' digests; of a single leaf, its own."""
-    if len(leaves) == 1:
-        return leaves[0].hex()
-    digest = hashlib.blake2b(label.encode(), digest_size=32, person=b"dpdist.leaves")
-    digest.update(b"".join(leaves))
+def release_id(label: str, summed: np.ndarray) -> str:
+    """Return a digest of the bits of a sum, float64 (size,), with the sum's owner."""
+    digest = hashlib.blake2b(label.encode(), digest_size=32, person=b"dpdist.release")
+    digest.update(np.ascontiguousarray(summed).data)
     return digest.hexdigest()
 
 

@@ -167,26 +167,18 @@ def estimate(
         >>> found.epsilon <= 3, found.steps, found.seconds_per_step > 0
         (True, 50, True)
     """
-    shaped: Records | None = None
     if isinstance(data, int):
-        if isinstance(data, bool) or data < 2:
-            raise UserError(f"data: must be records, or their number of at least 2, got {data}")
         count, shaped = data, None if examples is None else as_records(examples)
     else:
         shaped = as_records(data)
         count = len(shaped)
     if class_sampling and shaped is not None:
         check_one_class_each(shaped)
-    classes = (
-        {"classes": max(2, len(class_sampling))}
-        if class_sampling and isinstance(class_sampling, Mapping)
-        else {}
-    )
     sampling = {"class_sampling": class_sampling or {}, "class_counts": class_counts or {}}
     recipe = parse_recipe(
         {
             "name": "estimate",
-            "data": {"name": "data", **classes, **sampling},
+            "data": {"name": "data", "classes": max(2, len(class_sampling or ())), **sampling},
             "model": {"name": "linear", "vmap": vmap},
             "privacy": privacy.model_dump() if isinstance(privacy, BaseModel) else dict(privacy),
             "training": {"batch_size": batch_size, "steps": steps, "epochs": epochs},
