@@ -160,9 +160,8 @@ class TrainFunction:
                 raise TrainRaisedError(said) from error
         if type(training) is not PrivateTraining:
             raise UserError(
-                "train: must return the dpdist.PrivateTraining that it makes, not stepped yet, and "
-                f"no score, model or subclass, got {type(training).__name__}; scores come from "
-                "score=, and the search takes the steps"
+                "train: must return the dpdist.PrivateTraining that it makes, not stepped yet, got "
+                f"{type(training).__name__}"
             )
         self._check(training, config, begun)
         return training
@@ -341,9 +340,8 @@ class Explorer:
                 self.function.check_score(training)
                 if _description(self._build(values)) != told:
                     raise UserError(
-                        "train: must build the same model, optimizer and settings whenever it is "
-                        "called with the same config, built others the second time: let it keep "
-                        "nothing between calls, and seed what it draws",
+                        "train: must build the same model, optimizer and settings for the same "
+                        "config, built others the second time: seed what it draws",
                         see="how-to/tuning.md#from-a-ray-tune-script-to-a-private-search",
                     )
             self._found[key] = _Look(self._as_asked(training.recipe), told)

@@ -492,8 +492,7 @@ class SearchResult:
         if not self._terms.trials:
             raise UserError(
                 f"trials: must not be shown with a secret number of trials ({self.num_trials}): "
-                "the price "
-                "holds for the winner alone; take distribution {'name': 'fixed', 'runs': ...}",
+                "the price holds for the winner alone",
                 see="how-to/tuning.md#what-must-stay-secret",
             )
         return self._terms.trials
@@ -600,18 +599,17 @@ def tune(
     run = RunFolder(Path(folder).resolve())
     if isinstance(train, Recipe | str | Path | Mapping):
         _refuse_for_recipes({"data": data, "resources": resources})
-        return SearchResult(
-            _search_recipe_values(
-                train,
-                space,
-                num_trials,
-                score,
-                privacy,
-                run,
-                {"searcher": searcher, "concurrent": concurrent},
-                executor,
-            )
-        )
+        given = {
+            "space": space, "num_trials": num_trials, "score": score, "searcher": searcher,
+            "concurrent": concurrent,
+        }  # fmt: skip
+        changes = {f"tune.{key}": _plain(each) for key, each in given.items() if each is not None}
+        if privacy is not None:
+            changes["privacy"] = _plain(privacy)
+        context = str(train) if isinstance(train, str | Path) else "recipe"
+        recipe = resolve_recipe(train, changes=changes, name=run.name)
+        best = tune_recipe(recipe, runs=run.path.parent, context=context, executor=executor)
+        return SearchResult(best)
     if not callable(train):
         raise UserError(
             f"tune: train: must be a function of a config, or a recipe, got {type(train).__name__}"
@@ -652,26 +650,6 @@ def _refuse_for_recipes(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if value is not None:
             raise UserError(f"tune: {name}: must be left out with a recipe, which has its own")
-
-
-def _search_recipe_values(
-    recipe: Recipe | str | Path | Mapping[str, Any],
-    space: Any,
-    num_trials: Any,
-    score: Any,
-    privacy: Any,
-    folder: RunFolder,
-    options: Mapping[str, Any],
-    executor: ExecutorName | None,
-) -> RunFolder:
-    """Run the search of a recipe, with these sections in place of its own."""
-    given = {"space": space, "num_trials": num_trials, "score": score, **options}
-    changes = {f"tune.{key}": _plain(each) for key, each in given.items() if each is not None}
-    if privacy is not None:
-        changes["privacy"] = _plain(privacy)
-    context = str(recipe) if isinstance(recipe, str | Path) else "recipe"
-    resolved = resolve_recipe(recipe, changes=changes, name=folder.name)
-    return tune_recipe(resolved, runs=folder.path.parent, context=context, executor=executor)
 
 
 # --- on public records, by Ray Tune -----------------------------------------------------------

@@ -126,9 +126,8 @@ class Search:
         if winner is None:
             self._charge_budget(settle=True)
             raise NoModelError(
-                f"{self.run_folder.path}: the search ended without a model. This is one of its "
-                "outcomes, and costs as much as the others: "
-                f"{self.cost.guarantee}. Another search is paid for anew",
+                f"{self.run_folder.path}: the search ended without a model, which is one of its "
+                f"outcomes, and costs as much as the others: {self.cost.guarantee}",
                 see="how-to/tuning.md#which-distribution",
             )
         self._promote_winner(winner)
@@ -600,6 +599,5 @@ def check_certifiable(trial: Recipe, score: ScoreRecipe, context: str) -> None:
     if score.radius is not None and score.radius > reach:
         raise UserError(
             f"{context}: tune.score.radius: {score.samples} draws at alpha {score.alpha:g} never "
-            f"certify more than {reach:.3g} with certify.sigma {certify.sigma:g}: give more draws "
-            "or a larger sigma"
+            f"certify more than {reach:.3g} with certify.sigma {certify.sigma:g}"
         )

@@ -536,9 +536,7 @@ class SearchCost:
                 besides = tuple(it for it in one_step_cost(method) if it.training_steps is None)
                 raise UserError(
                     f"{self.context}: tune.space: what method {method.name} reads besides its "
-                    "steps "
-                    "costs more than the recipe's own setting allows: "
-                    f"{besides or method}",
+                    f"steps costs more than the recipe's own setting allows: {besides or method}",
                     see="how-to/tuning.md#noise-splits",
                 )
 

@@ -377,8 +377,7 @@ class _RecordFields:
         if self._vocabulary is not None and not all(len(r.get("input_ids", ())) for r in renamed):
             raise RecordError(
                 "must have input_ids with a token at least, has none",
-                "cut texts and conversations into tokens first, as dpdist.documents does, and drop "
-                "what is empty",
+                "cut texts into tokens first, and drop what is empty",
             )
         made = dict(self._collate(renamed))
         if _is_packed({name: np.asarray(each)[0] for name, each in made.items() if name in _PACKS}):

@@ -190,10 +190,7 @@ class Method(Section):
                 f"tune.asha: method {self.name} takes no steps of which the first could be scored"
             )
         if recipe.model.vmap and own.needs_batched_passes:
-            raise ValueError(
-                f"model.vmap: method {self.name} with these options runs records together; use "
-                "another method, or a model from the zoo without it"
-            )
+            raise ValueError(f"model.vmap: method {self.name} runs records together")
 
     def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
         """Return the phases of a training whose steps, by the recipe, are `steps`.

@@ -49,10 +49,7 @@ class DPSGD(Method):
     @property
     def capabilities(self) -> Capabilities:
         """Return that records may be tokens or users, with any loss and rates by class."""
-        return Capabilities(
-            supports_tokens=True, supports_users=True, supports_class_rates=True,
-            takes_losses=True, supports_random_models=True,
-        )  # fmt: skip
+        return Capabilities(supports_tokens=True, plain_steps=True)
 
     def execution(self) -> Execution[Any]:
         """Return the usual training."""
@@ -101,10 +98,7 @@ class InputNoiseMethod(Method):
         """Return what a term between a record's copies rules out."""
         return Capabilities(
             needs_batched_passes=self.consistency > 0,
-            supports_users=not self.consistency,
-            supports_class_rates=not self.consistency,
-            takes_losses=not self.consistency,
-            supports_random_models=not self.consistency,
+            plain_steps=not self.consistency,
         )
 
     def execution(self) -> Execution[Any]:
@@ -166,10 +160,7 @@ class DPlis(Method):
     @property
     def capabilities(self) -> Capabilities:
         """Return that records may be users, with any loss; tokens without noise on them."""
-        return Capabilities(
-            supports_tokens=not self.sigma, supports_users=True, supports_class_rates=True,
-            takes_losses=True, supports_random_models=True,
-        )  # fmt: skip
+        return Capabilities(supports_tokens=not self.sigma, plain_steps=True)
 
     def execution(self) -> Execution[Any]:
         """Return the training on the smoothed loss."""

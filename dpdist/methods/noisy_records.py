@@ -19,6 +19,7 @@ from dpdist.privacy.plan import PrivacyPlan
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from dpdist.data import Dataset
     from dpdist.privacy.phases import Phase
 
 
@@ -46,15 +47,12 @@ class NoisyRecordsMethod(Method):
         """Raise ValueError where the number of released records would depend on records."""
         super().check(recipe)
         if recipe.privacy.adjacency != "replace-one":
-            raise ValueError(
-                "privacy.adjacency: must be replace-one: each record is released, and how many "
-                "there are is seen"
-            )
+            raise ValueError("privacy.adjacency: must be replace-one: how many there are is seen")
         chosen = recipe.data.content_filter_key
         if chosen is not None:
             raise ValueError(
-                f"method {self.name} does not go with data.{chosen}: it takes or leaves a record "
-                "by what is in it, so another one in its place may change how many are released"
+                f"method {self.name} does not go with data.{chosen}, which takes or leaves a "
+                "record by what is in it"
             )
 
     @property
@@ -113,7 +111,7 @@ class NoisyDataset:
     std: of the noise on an input clipped to `norm`.
     """
 
-    _records: Any
+    _records: Dataset
     _key: bytes
     norm: float
     std: float
@@ -122,20 +120,17 @@ class NoisyDataset:
     @property
     def name(self) -> str:
         """Return the name of the records."""
-        result: str = self._records.name
-        return result
+        return self._records.name
 
     @property
     def classes(self) -> int:
         """Return the number of classes."""
-        result: int = self._records.classes
-        return result
+        return self._records.classes
 
     @property
     def input_shape(self) -> tuple[int, ...]:
         """Return the shape of one input."""
-        result: tuple[int, ...] = self._records.input_shape
-        return result
+        return self._records.input_shape
 
     def __len__(self) -> int:
         return len(self._records)

@@ -313,10 +313,7 @@ class PATE(Method):
         if self.answers > self.queries:
             raise ValueError("answers: must be <= queries, of which they are a part")
         if bool(self.threshold) != bool(self.screening):
-            raise ValueError(
-                "threshold and screening belong together: the votes that an input needs, and the "
-                "part of mu^2 that finding out may cost; leave out both to label whatever is asked"
-            )
+            raise ValueError("threshold and screening belong together: give both, or neither")
         if 0 < self.screening < MIN_POSITIVE:
             raise ValueError(f"screening: must be 0, or at least {MIN_POSITIVE:g}")
         if not self.threshold and self.answers < self.queries:

@@ -146,7 +146,7 @@ class Recipe(BaseRecipe):
                 "required with privacy.unit: user, the column of the users",
                 see="explanation/privacy.md#a-person-as-the-unit",
             )
-        if not self.method.capabilities.supports_users:
+        if not self.method.capabilities.plain_steps:
             raise ValueError(
                 with_page(
                     f"privacy.unit: must be record with method {self.method.name} with these "
@@ -180,7 +180,7 @@ class Recipe(BaseRecipe):
                 "several classes",
             ),
             (
-                not self.method.capabilities.supports_class_rates,
+                not self.method.capabilities.plain_steps,
                 f"data.class_sampling: must be left out with method {name} with these options, got "
                 f"{len(self.data.class_sampling)} rates; they work with dp-sgd, dplis, and "
                 "input-noise "

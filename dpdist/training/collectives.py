@@ -257,9 +257,8 @@ class ScriptReducer(Reducer):
             which = f"{'worker' if len(others) == 1 else 'one of workers'} {', '.join(others)}"
             install_error_hooks()  # before torch's, which names the rank
             raise WorkerLost(
-                f"worker {self.rank}: lost {which} (killed, cut off or silent), and ends. Nothing "
-                "that was released is lost: run the same command again, and it continues from the "
-                "newest checkpoint"
+                f"worker {self.rank}: lost {which} (killed, cut off or silent), and ends; the same "
+                "command continues from the newest checkpoint"
             ) from None
 
 
@@ -289,9 +288,8 @@ class Workers:
             started = int(os.environ.get("WORLD_SIZE", "1"))
             if dist.is_available() and dist.is_torchelastic_launched() and started > 1:
                 raise UserError(
-                    f"torch.distributed: must have a process group, torchrun started {started} "
-                    "processes without one: call torch.distributed.init_process_group() before "
-                    "PrivateTraining is made",
+                    f"torch.distributed: must have a process group of the {started} processes that "
+                    "torchrun started: call init_process_group() before PrivateTraining is made",
                     see="how-to/own-loop.md#several-workers",
                 )
             return cls(ScriptReducer(0, 1, torch.device("cpu")))

@@ -400,7 +400,9 @@ class QueryOracle:
         private = self._teachers.class_scores(inputs).swapaxes(0, 1)
         try:
             # Held to the end: of two processes at once, one takes the last answer.
-            with self._open_ledger() as ledger:
+            with Ledger.open(
+                self._folder.ledger, self._plan.fingerprint(), nonce=self._nonce
+            ) as ledger:
                 verify_ledger(self._folder, self._plan, ledger)
                 new = sum(ledger.find_answer(one) is None for one in dict.fromkeys(questions))
                 self.answers_left = self._plan.num_queries - ledger.num_queries
@@ -419,9 +421,6 @@ class QueryOracle:
         except JournalError as error:
             raise UserError(str(error)) from error
         return torch.tensor(found, dtype=torch.float64)
-
-    def _open_ledger(self) -> Ledger:
-        return Ledger.open(self._folder.ledger, self._plan.fingerprint(), nonce=self._nonce)
 
     def _charge_budget(self, ledger: Ledger) -> None:
         """Charge the records' budget for what is left to this process, before its first answer.

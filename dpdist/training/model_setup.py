@@ -239,7 +239,7 @@ def check_model(recipe: Recipe, dataset: data.Dataset) -> str:
     engine = build_engine(recipe, module)
     if recipe.canary_audit is not None:
         check_canary_coordinates(recipe.canary_audit, engine.size)
-    may_draw = recipe.method.capabilities.supports_random_models
+    may_draw = recipe.method.capabilities.plain_steps
     models.check_outputs(module, spec, may_draw=may_draw)
     probe = public_probe(data.load(data_source(recipe), "test"))
     learned = objective(recipe.training)

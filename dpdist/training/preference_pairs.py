@@ -111,7 +111,6 @@ def preferences(
     few = max(1, min(length, _COMPARED_TOKENS)) if isinstance(length, int) else 1
     check_takes_pairs(without_wrapper(reference), few)
     limits = token_limits(reference)
-    _check_positions(reference, length, name)
     if limits is not None:
         _check_adapters_are_new(reference, few, limits[0], name)
     with _as_reference(reference):
@@ -132,24 +131,12 @@ def _check_reference(reference: Any, pretraining_data: Any, name: str) -> None:
     if not isinstance(pretraining_data, str) or not pretraining_data.strip():
         raise UserError(
             f"{name}: pretraining_data must say what the reference and the first weights were "
-            "trained on, such "
-            f"as 'public texts', got {pretraining_data!r}"
+            f"trained on, got {pretraining_data!r}"
         )
     if found := [*trained_by(reference), *trained_by(without_wrapper(reference))]:
         raise UserError(
             f"{name}: reference must be public, got one that {found[0]} trained: epsilon of "
             "a release is not composed with that of an own loop; load the public base"
-        )
-
-
-def _check_positions(reference: nn.Module, length: Any, name: str) -> None:
-    """Raise UserError where a prompt with its answer has more tokens than the model has places."""
-    settings = getattr(without_wrapper(reference), "config", None)
-    most = getattr(settings, "max_position_embeddings", None)
-    if isinstance(most, int) and isinstance(length, int) and length > most:
-        raise UserError(
-            f"{name}: length must be at most {most:,}, the positions of the reference, got "
-            f"{length:,}"
         )
 
 

@@ -125,11 +125,9 @@ def frozen_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
     spec = dataclasses.replace(spec, shifts=0, denoised_shifts=False, mirrored=False)
     if part == models.DENOISER:
         spec = spec.denoiser or dataclasses.replace(spec, classifier=None)
-    elif tuple(spec.input_shape) != dataset.input_shape or spec.classes != dataset.classes:
+    elif spec.classes != dataset.classes:
         raise UserError(
-            f"{begin} takes {spec.input_shape} and tells "
-            f"{spec.classes} classes, {dataset.name} has {dataset.input_shape} and "
-            f"{dataset.classes}"
+            f"{begin} tells {spec.classes} classes, {dataset.name} has {dataset.classes}"
         )
     _check_part(spec, recipe, dataset, begin)
     return spec

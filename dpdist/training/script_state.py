@@ -465,8 +465,7 @@ def check_built_again(
     if wanted is None:
         raise UserError(
             f"factory: must be given by the script of this run, got {factory}: {checkpoints} does "
-            "not describe its module, which a restored archive left out; run the script again with "
-            "PrivateTraining(..., factory=...) in another folder"
+            "not describe its module"
         )
     before, now = _told(wanted["layers"], weights), _told(_layers(model), model.state_dict())
     for name in (*before, *now):
@@ -480,8 +479,7 @@ def check_built_again(
     if outputs is None:
         raise UserError(
             "factory: must build a module that is called once, with fields of a record, and "
-            "returns a tensor, or a causal model of transformers, as releases answer by; this "
-            "run's is not"
+            "returns a tensor, or a causal model of transformers"
         )
     found = _outputs(answering or model, wanted["inputs"], signature)
     if found is None or found.shape != outputs.shape or not torch.allclose(

@@ -221,16 +221,6 @@ def ensure_method_state(job: TrainJob, spec: ModelSpec) -> bool:
     return path.exists()
 
 
-def check_same_method_state(folder: RunFolder, ledger: Ledger, digest: str) -> None:
-    """Raise UserError where the last attempt was made with other tensors. digest: their
-    `digest`."""
-    before = ledger.attempts[-1]["identity"].get("hidden noise") if ledger.attempts else None
-    if before not in (None, digest):
-        raise UserError(
-            f"{folder.method_state}: is not what this run's steps were taken with; {RESTORE_HINT}"
-        )
-
-
 def read_method_state(folder: RunFolder) -> dict[str, Tensor]:
     """The tensors by name."""
     try:
@@ -267,30 +257,27 @@ class Attempt:
     ledger: Ledger | None
 
     @classmethod
-    def begin(
-        cls, job: TrainJob, reducer: Reducer, stack: ExitStack, identity: dict[str, str]
-    ) -> Attempt:
-        """Begin an attempt, or continue the last one where nothing differs from it. From here on
-        worker 0 holds the ledger, until `stack` closes.
-
-        Args:
-            identity: all that a sum depends on, by name (`replay_fingerprint`).
-        """
-        newest = checkpoint.newest_step(job.folder.checkpoints)
-        ledger = cls.open_ledger(job, stack, identity, newest) if reducer.rank == 0 else None
-        return cls.shared(job, reducer, ledger, newest)
-
-    @classmethod
     def open_ledger(
         cls, job: TrainJob, stack: ExitStack, identity: dict[str, str], newest: int
     ) -> Ledger:
         """Return the ledger with this attempt on record, which stays open until `stack` closes.
 
-        newest: steps that were taken before it, by the newest checkpoint.
+        An attempt continues the last one where nothing differs from it.
+
+        Args:
+            job: of the run.
+            stack: closes the ledger.
+            identity: all that a sum depends on, by name (`replay_fingerprint`).
+            newest: steps that were taken before it, by the newest checkpoint.
         """
         ledger = stack.enter_context(Ledger.open(job.folder.ledger, job.plan.fingerprint()))
         verify_ledger(job.folder, job.plan, ledger)
-        check_same_method_state(job.folder, ledger, identity["hidden noise"])
+        last = ledger.attempts[-1]["identity"] if ledger.attempts else {}
+        if last.get("hidden noise") not in (None, identity["hidden noise"]):
+            raise UserError(
+                f"{job.folder.method_state}: is not what this run's steps were taken with; "
+                f"{RESTORE_HINT}"
+            )
         _check_ceiling(job, ledger, newest, identity)
         ledger.begin_attempt(identity)
         return ledger
@@ -497,7 +484,9 @@ def restore(
         **replay_fingerprint(job, reducer, records.fingerprint, initial),
         "hidden noise": method_state_digest(fixed),
     }
-    attempt = Attempt.begin(job, reducer, stack, identity)
+    newest = checkpoint.newest_step(folder.checkpoints)
+    held = Attempt.open_ledger(job, stack, identity, newest) if reducer.rank == 0 else None
+    attempt = Attempt.shared(job, reducer, held, newest)
     seen = execution.transform_records(records, plan, attempt.records_key(job, reducer, key))
     step = PrivateStep(
         engine, seen, key, attempt.label,
