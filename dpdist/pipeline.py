@@ -285,13 +285,8 @@ def dry_run(
 def _require_gpus(recipe: Recipe) -> None:
     """Raise UserError, before Ray starts, for GPUs that this machine has not."""
     resources = recipe.resources
-    what = (
-        "training"
-        if resources.min_workers == 1
-        else f"a training of {resources.min_workers} workers"
-    )
     need = resources.min_workers * resources.gpus_per_worker
-    require_gpus("resources.gpus_per_worker", what, need)
+    require_gpus("resources.gpus_per_worker", "training", need)
     if recipe.certify is not None:
         require_certifying_gpus(recipe)
 
@@ -444,7 +439,6 @@ def certify_stage(
     folder: RunFolder,
     settings: Certificate,
     output: Path | None = None,
-    actors: int | None = None,
     subject: Subject | None = None,
     inputs: DatasetLike | None = None,
 ) -> CertificateTable:
@@ -463,7 +457,7 @@ def certify_stage(
             load_test_records(recipe, data_source(recipe)) if inputs is None else inputs,
             settings,
             output or folder.certificates / settings.folder_name,
-            actors=actors or recipe.resources.certify_actors,
+            actors=recipe.resources.certify_actors,
             progress=show,
             gpus=recipe.resources.certify_gpus,
             log=console.log,

@@ -415,7 +415,7 @@ class PrivateTraining(PublicViews):
             if self._hashed is not None and self._workers.first:  # a crash may have left it open
                 with self._charged(self._hashed):
                     pass
-            _evaluate(self._public, self._recipe, folder, self._workers)
+            self._evaluate_public()
             return
         self._attempt(key)
         unfinished.add(self)
@@ -494,6 +494,12 @@ class PrivateTraining(PublicViews):
             examples=lambda: self._examples(MEASURED),
         )  # fmt: skip
         self._learner.watch()
+
+    def _evaluate_public(self) -> None:
+        """Measure the accuracy on public records, if there are any and it was not done."""
+        if self._public is not None and self._workers.first:
+            evaluate_stage(self._recipe, self.run)
+        self._workers.agree()  # worker 0 has written
 
     def _charged(self, records: HashedRecords) -> AbstractContextManager[None]:
         """Charge the plan to the records' budget, and in the end what was released."""
@@ -934,7 +940,7 @@ class PrivateTraining(PublicViews):
             self._save()
             self._loop.finish()
             self.close()
-            _evaluate(self._public, self._recipe, self.run, self._workers)
+            self._evaluate_public()
             if self.trackers and self._workers.first:
                 told = History(self.run.history).columns(self._done)
                 track_script(self.run, self.trackers, told)
@@ -970,13 +976,6 @@ def _so_far(training: PrivateTraining) -> Callable[[], Guarantee]:
         return training.recipe.guarantee_of(plan, plan.executed_phases(counts))
 
     return found
-
-
-def _evaluate(public: Records | None, recipe: Recipe, folder: RunFolder, workers: Workers) -> None:
-    """Measure the accuracy on public records, if there are any and it was not done."""
-    if public is not None and workers.first:
-        evaluate_stage(recipe, folder)
-    workers.agree()  # worker 0 has written
 
 
 def _run_folder(folder: str | Path) -> RunFolder:

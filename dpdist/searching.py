@@ -199,8 +199,6 @@ class FunctionSearch(Search):
 
     def _keep_checked(self) -> None:
         drawn = [trial.values for trial in read_trials(self.folder) if trial.values is not None]
-        for values in drawn:
-            self.trial_noise_multiplier(values)
         self._keep_descriptions(drawn)
 
     def _keep_descriptions(self, drawn: list[TrialValues]) -> None:
@@ -261,31 +259,20 @@ class FunctionSearch(Search):
 
 def _check_function_search(
     train: Callable[[TrialConfig], Any],
-    space: Any,
     data: Any,
-    num_trials: Any,
     score: Any,
     privacy: Any,
     folder: RunFolder,
-    options: Mapping[str, Any],
+    section: Mapping[str, Any],
+    resources: Any,
 ) -> FunctionSearch:
-    """Check all that can be checked, account the search, and write nothing. Raises UserError."""
-    given = {"space": space, "data": data, "num_trials": num_trials, "score": score}
-    if missing := [name for name, each in given.items() if each is None]:
-        raise UserError(f"tune: {missing[0]}: is required to search over a function")
+    """Check all that can be checked, account the search, and write nothing. Raises UserError.
+
+    section: of a recipe, `tune` without its score.
+    """
     records, asked = as_records(data), _parse_privacy(privacy)
     scored, value, terms = _parse_score(score, asked)
-    tune = parse_section(
-        TuneRecipe,
-        {
-            "space": _plain(space),
-            "num_trials": _plain(num_trials),
-            "score": terms,
-            "searcher": options["searcher"],
-            "concurrent": options["concurrent"],
-        },
-        "tune",
-    )
+    tune = parse_section(TuneRecipe, {**section, "score": terms}, "tune")
     public = tune.score.is_public
     refuse_budget_of_features(asked, records)
     function = TrainFunction(train, records, scored, value, public, asked.epsilon is None)
@@ -294,7 +281,7 @@ def _check_function_search(
     salt = salt_of(read_terms(begun)) if begun.terms.exists() else secrets.token_hex(32)
     fingerprint = keyed_data(function, salt)
     explorer = Explorer(function, tune, asked)
-    recipe = _search_recipe(explorer, tune, asked, folder, options["resources"])
+    recipe = _search_recipe(explorer, tune, asked, folder, resources)
     _refuse_common(function, recipe)
     continued = check_same_search(recipe, folder)
     units = len(Users.from_values(_units_of(records), 1)) if recipe.user_unit else len(records)
@@ -597,15 +584,15 @@ def tune(
         (2, 'proved')
     """
     run = RunFolder(Path(folder).resolve())
+    given = {
+        "space": space, "num_trials": num_trials, "searcher": searcher, "concurrent": concurrent,
+    }  # fmt: skip
+    section = {key: _plain(each) for key, each in given.items() if each is not None}
     if isinstance(train, Recipe | str | Path | Mapping):
         _refuse_for_recipes({"data": data, "resources": resources})
-        given = {
-            "space": space, "num_trials": num_trials, "score": score, "searcher": searcher,
-            "concurrent": concurrent,
-        }  # fmt: skip
-        changes = {f"tune.{key}": _plain(each) for key, each in given.items() if each is not None}
-        if privacy is not None:
-            changes["privacy"] = _plain(privacy)
+        changes = {f"tune.{key}": each for key, each in section.items()}
+        changes |= {} if score is None else {"tune.score": _plain(score)}
+        changes |= {} if privacy is None else {"privacy": _plain(privacy)}
         context = str(train) if isinstance(train, str | Path) else "recipe"
         recipe = resolve_recipe(train, changes=changes, name=run.name)
         best = tune_recipe(recipe, runs=run.path.parent, context=context, executor=executor)
@@ -614,19 +601,7 @@ def tune(
         raise UserError(
             f"tune: train: must be a function of a config, or a recipe, got {type(train).__name__}"
         )
-    options = {
-        "searcher": searcher or "random",
-        "concurrent": concurrent,
-        "resources": resources,
-    }
-    search = _check_function_search(train, space, data, num_trials, score, privacy, run, options)
-    _run_function_search(search, executor)
-    return SearchResult(run)
-
-
-def _run_function_search(search: FunctionSearch, executor: ExecutorName | None) -> None:
-    """Begin a search, or go on with it, to its end; the folder then holds the winner's run."""
-    run = search.run_folder
+    search = _check_function_search(train, data, score, privacy, run, section, resources)
     if executor == "local":
         require_one_process(search.recipe.resources.max_workers)
     if not run.recipe_file.exists():
@@ -636,7 +611,7 @@ def _run_function_search(search: FunctionSearch, executor: ExecutorName | None) 
         warnings.warn(
             "privacy.run_key: is fixed, so this search is NOT PRIVATE; leave it out outside of "
             "tests",
-            stacklevel=3,
+            stacklevel=2,
         )
     with run_session(run, search.recipe.resources.min_cpus, executor) as opened:
         search_stage(search, opened)
@@ -644,6 +619,7 @@ def _run_function_search(search: FunctionSearch, executor: ExecutorName | None) 
     chosen = run.read_recipe()
     if chosen.data.root is not None:
         evaluate_stage(chosen, run)
+    return SearchResult(run)
 
 
 def _refuse_for_recipes(given: Mapping[str, Any]) -> None:

@@ -385,9 +385,10 @@ def _make_trial_runner(
     packages = package_fingerprints(PACKAGES)
 
     def run(number: int, report: ReportMetrics) -> None:
-        def report_score(rung: int, value: float) -> None:
-            report({"score": value, "reached": factor ** (rung - 1)})
-
-        run_trial(path, packages, number, report_score, continue_trial)
+        run_trial(
+            path, packages, number,
+            lambda rung, value: report({"score": value, "reached": factor ** (rung - 1)}),
+            continue_trial,
+        )  # fmt: skip
 
     return run

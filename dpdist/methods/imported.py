@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from dpdist.core.fields import CountOrZero, SingleLine
-from dpdist.methods.base import Capabilities, Execution, Method
+from dpdist.methods.base import Capabilities, Method
 from dpdist.privacy.phases import NOT_TRAINED_HERE, GaussianSteps, TrainedElsewhere
 from dpdist.privacy.plan import PrivacyPlan
 
 if TYPE_CHECKING:
-    from dpdist.methods.base import TrainingDriver
     from dpdist.privacy.phases import Phase
 
 # What every recipe must have, and what an import has no use for.
@@ -77,15 +76,3 @@ class Imported(Method):
         came = f"; weights from {self.weights}, SHA-256 {self.sha256[:16]}" if self.weights else ""
         shown = f"; inputs: {self.inputs}" if self.inputs else ""
         return f"{NOT_TRAINED_HERE}{came}{shown}"
-
-    def execution(self) -> Execution[Any]:
-        """Return the execution that trains nothing."""
-        return ImportedExecution(self)
-
-
-class ImportedExecution(Execution[Imported]):
-    """Refuse to train."""
-
-    def train(self, run: TrainingDriver) -> None:
-        """Raise NotImplementedError: nothing is trained."""
-        raise NotImplementedError(self.method.capabilities.trained_elsewhere)

@@ -72,8 +72,7 @@ class NoisyRecordsMethod(Method):
     def noise_std(self, plan: PrivacyPlan) -> float:
         """Return the standard deviation of the noise on an input."""
         phase: Any = plan.phases[0]
-        result: float = phase.noise_multiplier * self.input_norm
-        return result
+        return float(phase.noise_multiplier * self.input_norm)
 
     def assumptions(self, recipe: BaseRecipe) -> list[str]:
         """Return the clip of inputs."""

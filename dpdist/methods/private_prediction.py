@@ -83,8 +83,7 @@ class PrivatePrediction(Method):
     def noise_std(self, plan: PrivacyPlan, teachers: int) -> float:
         """Return the standard deviation of the noise on each logit of an answer."""
         phase: Any = next(phase for phase in plan.phases if phase.num_queries)
-        result: float = phase.noise_multiplier * 2 * self.logit_bound / teachers
-        return result
+        return float(phase.noise_multiplier * 2 * self.logit_bound / teachers)
 
     def reported_values(self, private_folder: Path) -> list[tuple[str, str]]:
         """Return how many answers were given, by the ledger."""

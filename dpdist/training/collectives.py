@@ -18,7 +18,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -129,6 +129,15 @@ class Reducer:
 
 _ADAM_BETA1, _ADAM_BETA2, _ADAM_EPSILON = 0.9, 0.999, 1e-8
 LEAF = 2**16  # entries that are updated at once
+
+
+def flat_views(parameters: Sequence[Tensor]) -> Tensor:
+    """Return parameters as one vector (size,), of which they are views from now on."""
+    flat = torch.cat([each.detach().reshape(-1) for each in parameters])
+    pieces = flat.split([each.numel() for each in parameters])
+    for parameter, piece in zip(parameters, pieces, strict=True):
+        parameter.data = piece.view(parameter.shape)
+    return flat
 
 
 class FlatOptimizer:
@@ -289,7 +298,8 @@ class Workers:
             if dist.is_available() and dist.is_torchelastic_launched() and started > 1:
                 raise UserError(
                     f"torch.distributed: must have a process group of the {started} processes that "
-                    "torchrun started: call init_process_group() before PrivateTraining is made",
+                    "torchrun started: call torch.distributed.init_process_group() before "
+                    "PrivateTraining is made",
                     see="how-to/own-loop.md#several-workers",
                 )
             return cls(ScriptReducer(0, 1, torch.device("cpu")))

@@ -100,7 +100,16 @@ def preferences(
         >>> pairs.batch([0])["labels"].tolist()
         [[-100, -100, -100, -100, 4, 6, -100, -100, -100, -100, 5, 6]]
     """
-    _check_reference(reference, pretraining_data, name)
+    if not isinstance(pretraining_data, str) or not pretraining_data.strip():
+        raise UserError(
+            f"{name}: pretraining_data must say what the reference and the first weights were "
+            f"trained on, got {pretraining_data!r}"
+        )
+    if found := [*trained_by(reference), *trained_by(without_wrapper(reference))]:
+        raise UserError(
+            f"{name}: reference must be public, got one that {found[0]} trained: epsilon of "
+            "a release is not composed with that of an own loop; load the public base"
+        )
     device = next(reference.parameters()).device
 
     def difference(pair: dict[str, Tensor]) -> Tensor:
@@ -124,20 +133,6 @@ def preferences(
             prompt=prompt, chosen=chosen,
             rejected=rejected, unit=unit, name=name,
         )  # fmt: skip
-
-
-def _check_reference(reference: Any, pretraining_data: Any, name: str) -> None:
-    """Raise UserError for a reference that is no public model, as far as that can be known."""
-    if not isinstance(pretraining_data, str) or not pretraining_data.strip():
-        raise UserError(
-            f"{name}: pretraining_data must say what the reference and the first weights were "
-            f"trained on, got {pretraining_data!r}"
-        )
-    if found := [*trained_by(reference), *trained_by(without_wrapper(reference))]:
-        raise UserError(
-            f"{name}: reference must be public, got one that {found[0]} trained: epsilon of "
-            "a release is not composed with that of an own loop; load the public base"
-        )
 
 
 def _check_adapters_are_new(reference: nn.Module, few: int, vocabulary: int, name: str) -> None:

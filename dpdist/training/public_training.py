@@ -28,7 +28,7 @@ from dpdist.models import ModelSpec
 from dpdist.models.features import resize_images
 from dpdist.models.zoo import WhiteningLayer, batch_statistics, download_weights
 from dpdist.randomness.keys import derive_key
-from dpdist.training.collectives import FlatOptimizer
+from dpdist.training.collectives import FlatOptimizer, flat_views
 from dpdist.training.model_setup import augmentation
 
 # --- deformations of images -------------------------------------------------------------------
@@ -106,10 +106,7 @@ def train_public(
         assert training.epochs is not None
         steps = max(1, training.epochs * len(records) // training.batch_size)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    flat = torch.cat([p.detach().reshape(-1) for p in parameters])
-    pieces = flat.split([p.numel() for p in parameters])
-    for parameter, piece in zip(parameters, pieces, strict=True):
-        parameter.data = piece.view(parameter.shape)
+    flat = flat_views(parameters)
     optimizer = FlatOptimizer(training, steps, flat)
     order = np.random.default_rng(training.init_seed)
     generator = torch.Generator().manual_seed(training.init_seed)

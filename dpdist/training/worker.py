@@ -36,7 +36,6 @@ from dpdist.cluster.versions import check_same_versions, code_digest, torch_sett
 from dpdist.cluster.work import WorkerPlace
 from dpdist.core.errors import ClusterError, UserError, is_disk_full
 from dpdist.core.files import read_bytes, read_json, write_atomic, write_json
-from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.noise import check_device_noise
 from dpdist.methods.base import MethodSetup, MethodState, WorkerInputs
 from dpdist.models import ModelSpec
@@ -49,7 +48,7 @@ from dpdist.runs.folder import RunFolder, verify_ledger
 from dpdist.runs.recipe import Recipe
 from dpdist.training import checkpoint, model_setup, monitoring
 from dpdist.training.canaries import build_canaries
-from dpdist.training.collectives import FlatOptimizer, MissingRank, Reducer
+from dpdist.training.collectives import FlatOptimizer, MissingRank, Reducer, flat_views
 from dpdist.training.job import PACKAGES, RESTORE_HINT, TrainJob
 from dpdist.training.loop import Loop
 from dpdist.training.model_setup import (
@@ -150,11 +149,6 @@ def _digest(value: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _environment() -> str:
-    """Return a digest of how torch was built, and of how it computes in this process."""
-    return _digest([torch.__config__.show(), *torch_settings()])
-
-
 def replay_fingerprint(
     job: TrainJob, reducer: Reducer, data_fingerprint: str, model_digest: str
 ) -> dict[str, str]:
@@ -183,7 +177,7 @@ def replay_fingerprint(
         "threads": str(torch.get_num_threads()),
         "machines": ",".join(sorted(set(machines))),
         "code": code_digest(PACKAGES),
-        "environment": _environment(),
+        "environment": _digest([torch.__config__.show(), *torch_settings()]),
         "recipe": recipe_digest(job.recipe),
         "data": data_fingerprint,
         "model": model_digest,
@@ -457,8 +451,7 @@ def restore(
     engine, task = build_engine(recipe, model, plan), execution.task()
     own = recipe.method.capabilities.takes_gradient_steps  # else its sums have bounds of their own
     check_clip(engine, plan.clip_norm, plan.max_expected_batch if own else 0.0)
-    flat = torch.cat([p.detach().reshape(-1) for p in engine.parameters])
-    _make_parameters_views(engine, flat)
+    flat = flat_views(engine.parameters)
     made = ensure_method_state(job, spec) if reducer.rank == 0 else False
     tensors = (
         read_method_state(folder) if reducer.all_gather_text("made" if made else "")[0] else {}
@@ -643,10 +636,3 @@ class RecipeLearner:
             self.measure("after")
         spec: ModelSpec = self._execution.finalize(self.spec, self.given.state)
         return spec
-
-
-def _make_parameters_views(engine: GradientEngine, flat: Tensor) -> None:
-    """Make every trainable parameter a view of the flat vector."""
-    pieces = flat.split([parameter.numel() for parameter in engine.parameters])
-    for parameter, piece in zip(engine.parameters, pieces, strict=True):
-        parameter.data = piece.view(parameter.shape)
