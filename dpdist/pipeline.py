@@ -196,7 +196,10 @@ def _train_and_evaluate(
     if not folder.recipe_file.exists():  # a name is not taken by a run that its budget refuses
         checked.check_budget(context)
     work = checked.begin()
-    claim_archive(recipe, folder)
+    resources = recipe.resources
+    archive = Archive.claim(folder, resources.archive, resources.archive_private)
+    if archive is not None:
+        console.log(archive.notice)
     with run_session(folder, recipe.resources.min_cpus, executor) as opened:
         if isinstance(work, Search):
             search_stage(work, opened)
@@ -306,13 +309,8 @@ def _other_runs(recipe: Recipe, folder: RunFolder, fingerprint: str) -> list[tup
 def _require_gpus(recipe: Recipe) -> None:
     """Raise UserError, before Ray starts, for GPUs that this machine has not."""
     resources = recipe.resources
-    what = (
-        "training"
-        if resources.min_workers == 1
-        else f"a training of {resources.min_workers} workers"
-    )
     need = resources.min_workers * resources.gpus_per_worker
-    require_gpus("resources.gpus_per_worker", what, need)
+    require_gpus("resources.gpus_per_worker", "training", need)
     if recipe.certify is not None:
         require_certifying_gpus(recipe)
 
@@ -349,14 +347,6 @@ def run_session(
             yield opened
     except KeyboardInterrupt:
         raise Interrupted("interrupted; the same command continues where it stopped") from None
-
-
-def claim_archive(recipe: Recipe, folder: RunFolder) -> None:
-    """Claim the archive that the recipe asks for, before anything is computed."""
-    resources = recipe.resources
-    archive = Archive.claim(folder, resources.archive, resources.archive_private)
-    if archive is not None:
-        console.log(archive.notice)
 
 
 def archive_stage(folder: RunFolder) -> None:
@@ -419,20 +409,17 @@ def train_stage(job: TrainJob, executor: Executor) -> None:
         return
     place = place_training(job, executor)
     done = job.recipe.guarantee_of(job.plan, job.plan.phases)
-    console.log(f"training: {_describe_work(job)}, {place}")
+    work = job.recipe.method.describe(job.plan)
+    if job.plan.steps:
+        count = job.recipe.resources.worker_count_text
+        work = f"{job.plan.steps:,} steps on {count} worker{'s' * (count != '1')}"
+    console.log(f"training: {work}, {place}")
     console.log(f"training: when done, {done.row.text}")
     trained_on = read_json(folder.data_fingerprint, {"train": str})["train"]
     for name, said in _other_runs(job.recipe, folder, trained_on):
         console.log(f"training: {name}: {said}")
     with console.progress("training", "steps" if job.plan.steps else "models") as show:
         train(job, place, show, console.log)
-
-
-def _describe_work(job: TrainJob) -> str:
-    if not job.plan.steps:
-        return job.recipe.method.describe(job.plan)
-    count = job.recipe.resources.worker_count_text
-    return f"{job.plan.steps:,} steps on {count} worker{'s' * (count != '1')}"
 
 
 def search_stage(search: Search, executor: Executor) -> None:
@@ -479,7 +466,6 @@ def certify_stage(
     folder: RunFolder,
     settings: Certificate,
     output: Path | None = None,
-    actors: int | None = None,
     subject: Subject | None = None,
     inputs: DatasetLike | None = None,
 ) -> CertificateTable:
@@ -498,7 +484,7 @@ def certify_stage(
             load_test_records(recipe, data_source(recipe)) if inputs is None else inputs,
             settings,
             output or folder.certificates / settings.folder_name,
-            actors=actors or recipe.resources.certify_actors,
+            actors=recipe.resources.certify_actors,
             progress=show,
             gpus=recipe.resources.certify_gpus,
             log=console.log,

@@ -13,7 +13,7 @@ import json
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -33,7 +33,6 @@ from dpdist.data.adapters import as_records
 from dpdist.data.overlap import single_records
 from dpdist.data.protocol import Records
 from dpdist.evaluation import evaluate_stage
-from dpdist.gradients.clipping import make_clipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.hooks import each_tensor, take
 from dpdist.gradients.independence import SYNTHETIC_KEY
@@ -46,7 +45,7 @@ from dpdist.privacy.ledger import JournalBusy, Ledger, ReplayConflict
 from dpdist.randomness.keys import derive_key
 from dpdist.reports.results import read_stage, stage_of_card
 from dpdist.reports.tracking import check_script_tracker, track_script
-from dpdist.runs.charging import begin_charge, check_charge, end_charge
+from dpdist.runs.charging import charged, check_charge
 from dpdist.runs.folder import RunFolder, complete_checkpoints, open_run
 from dpdist.runs.recipe import Recipe, resolve_plan
 from dpdist.script_views import PublicViews
@@ -58,10 +57,9 @@ from dpdist.training.job import (
     check_same_data,
     choose_run_key,
     ensure_run_key,
-    read_run_key,
 )
 from dpdist.training.loop import Loop
-from dpdist.training.model_setup import MEASURED, importance_weighted
+from dpdist.training.model_setup import MEASURED, importance_weighted, script_engine
 from dpdist.training.monitoring import StepMetrics
 from dpdist.training.private_score import (
     PrivateScore,
@@ -180,14 +178,6 @@ IN_SEARCH = ContextVar("IN_SEARCH", default=False)  # whether a search makes tra
 
 class RunBusyError(UserError):
     """Another process trains the run."""
-
-
-@dataclass(frozen=True)
-class _Known:
-    """Records by name and fingerprint."""
-
-    name: str
-    fingerprint: str
 
 
 class PrivateTraining(PublicViews):
@@ -368,21 +358,11 @@ class PrivateTraining(PublicViews):
 
     def _engine_of(self, recipe: Recipe, examples: tuple[Any, Tensor]) -> GradientEngine:
         """Return the gradient engine, checked on invented examples. Raises UserError."""
-        privacy, count = recipe.privacy, len(self._records)
-        objective = importance_weighted(
-            objective_of(self._loss), recipe, privacy.nominal_records or count
-        )
+        count = recipe.privacy.nominal_records or len(self._records)
+        objective = importance_weighted(objective_of(self._loss), recipe, count)
         if self._autocast:
             objective = under_autocast(objective)
-        engine = GradientEngine(
-            self.model,
-            objective,
-            clipping=make_clipping(privacy.clipping, privacy.clip_norm),
-            micro_batch=recipe.resources.micro_batch,
-            vmap=recipe.model.vmap,
-        )
-        engine.records_per_example = privacy.max_records_per_user or 1
-        engine.rounding = recipe.resources.rounding
+        engine = script_engine(self.model, objective, recipe)
         with kept_buffers(self.model):
             few = take(examples[0], slice(2)), examples[1][:2]
             with keyed_draws(SYNTHETIC_KEY, self._device), torch.no_grad():
@@ -433,8 +413,9 @@ class PrivateTraining(PublicViews):
         self._workers.check_same({"checkpoint": str(self._done), **learner.digests("checkpoint")})
         if folder.training_summary.exists():
             if self._hashed is not None and self._workers.first:  # a crash may have left it open
-                end_charge(self._recipe, folder, self._hashed, None, _CONTEXT)
-            _evaluate(self._public, self._recipe, folder, self._workers)
+                with self._charged(self._hashed):
+                    pass
+            self._evaluate_public()
             return
         self._attempt(key)
         unfinished.add(self)
@@ -452,26 +433,26 @@ class PrivateTraining(PublicViews):
         chosen = choose_run_key(recipe, folder) if self._workers.first else None
         told_key = "" if chosen is None else _records_key(chosen).hex()
         records_key = bytes.fromhex(self._workers.of_first(told_key))
-        told = _Known(records.name, records.keyed_fingerprint(records_key))
-        self._workers.check_same({"data": told.fingerprint})
-        check_same_data(folder, told)
+        told = records.keyed_fingerprint(records_key)
+        self._workers.check_same({"data": told})
+        check_same_data(folder, records.name, told)
         checked = CheckedTraining(recipe, folder, self.plan, told, None, self._noise)
         if chosen is not None:
             if self._public is not None:
                 store_public(self._public, folder, recipe)
             folder.create_or_open(recipe)
-            ensure_run_key(recipe, folder, chosen)
+            ensure_run_key(folder, recipe.privacy.run_key, chosen)
             checked.begin()
         self._workers.agree()  # worker 0 has written
-        if not folder.run_key.exists() or _records_key(read_run_key(folder)) != records_key:
+        if not folder.run_key.exists() or _records_key(folder.read_run_key()) != records_key:
             raise UserError(
                 f"folder: {folder.path}: holds another run than worker 0 began: give one on shared "
                 "storage, and let no other process begin this run"
             )
         self.plan = self._learner.plan = folder.read_plan()
-        self._fingerprint = told.fingerprint
+        self._fingerprint = told
         self._job = replace(checked, plan=self.plan).job()
-        return read_run_key(folder)
+        return folder.read_run_key()
 
     def _attempt(self, key: bytes) -> None:
         """Begin an attempt in the ledger, and the loop that takes its steps."""
@@ -486,13 +467,8 @@ class PrivateTraining(PublicViews):
         held = None
         try:
             if workers.first:
-                if (
-                    self._hashed is not None
-                ):  # what the plan may release, and what it did in the end
-                    mine = begin_charge(self._recipe, plan, folder, self._hashed, _CONTEXT)
-                    self._stack.callback(
-                        end_charge, self._recipe, folder, self._hashed, mine, _CONTEXT
-                    )
+                if self._hashed is not None:
+                    self._stack.enter_context(self._charged(self._hashed))
                 held = Attempt.open_ledger(job, self._stack, identity, self._done)
         except JournalBusy:
             raise RunBusyError(
@@ -518,6 +494,16 @@ class PrivateTraining(PublicViews):
             examples=lambda: self._examples(MEASURED),
         )  # fmt: skip
         self._learner.watch()
+
+    def _evaluate_public(self) -> None:
+        """Measure the accuracy on public records, if there are any and it was not done."""
+        if self._public is not None and self._workers.first:
+            evaluate_stage(self._recipe, self.run)
+        self._workers.agree()  # worker 0 has written
+
+    def _charged(self, records: HashedRecords) -> AbstractContextManager[None]:
+        """Charge the plan to the records' budget, and in the end what was released."""
+        return charged(self._recipe, self.plan, self.run, records, _CONTEXT)
 
     def _save(self) -> None:
         """Write a checkpoint of everything as it is now, on all workers the same."""
@@ -697,11 +683,7 @@ class PrivateTraining(PublicViews):
             >>> training.close()
             >>> _ = signal.signal(signal.SIGTERM, before)
         """
-        if self._inside:
-            raise UserError(
-                "checkpoint: must be called between two steps, got a call inside one or after an "
-                "interrupted one: let a signal's handler set a flag, and call it after step()"
-            )
+        self._refuse_inside("checkpoint")
         if not self._started or not self.remaining_steps:
             return
         with self._workers.sharing_errors():
@@ -741,11 +723,7 @@ class PrivateTraining(PublicViews):
             >>> training.steps_taken, training.guarantee == training.plan.guarantee()
             (5, True)
         """
-        if self._inside:
-            raise UserError(
-                "finish: must be called between two steps, got a call inside one or after an "
-                "interrupted one"
-            )
+        self._refuse_inside("finish")
         if not self._done:
             raise UserError("finish: must be called after a step, got none: take one first")
         if self.remaining_steps:
@@ -760,7 +738,7 @@ class PrivateTraining(PublicViews):
         """Take all steps that are left, with nothing in between.
 
         Args:
-            progress: show a progress bar on a terminal or in a notebook, with epsilon so far.
+            progress: show a line of progress on a terminal or in a notebook, with epsilon so far.
 
         Returns:
             The `RunFolder` of the finished run, for `dpdist.load_results`, `dpdist.certify` and
@@ -894,6 +872,13 @@ class PrivateTraining(PublicViews):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _refuse_inside(self, call: str) -> None:
+        if self._inside:
+            raise UserError(
+                f"{call}: must be called between two steps, got a call inside one or after an "
+                "interrupted one: let a signal's handler set a flag, and call it after step()"
+            )
+
     def _ready(self) -> None:
         """Raise UserError where no step can be taken."""
         if not self.remaining_steps:
@@ -955,7 +940,7 @@ class PrivateTraining(PublicViews):
             self._save()
             self._loop.finish()
             self.close()
-            _evaluate(self._public, self._recipe, self.run, self._workers)
+            self._evaluate_public()
             if self.trackers and self._workers.first:
                 told = History(self.run.history).columns(self._done)
                 track_script(self.run, self.trackers, told)
@@ -991,13 +976,6 @@ def _so_far(training: PrivateTraining) -> Callable[[], Guarantee]:
         return training.recipe.guarantee_of(plan, plan.executed_phases(counts))
 
     return found
-
-
-def _evaluate(public: Records | None, recipe: Recipe, folder: RunFolder, workers: Workers) -> None:
-    """Measure the accuracy on public records, if there are any and it was not done."""
-    if public is not None and workers.first:
-        evaluate_stage(recipe, folder)
-    workers.agree()  # worker 0 has written
 
 
 def _run_folder(folder: str | Path) -> RunFolder:

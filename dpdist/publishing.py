@@ -263,7 +263,26 @@ def write_adapter(
 ) -> Path:  # fmt: skip
     """Write the adapter that a run trained, with its card, as `peft` loads it.
 
-    Arguments, result and errors are those of `dpdist.integrations.transformers.save_adapter`.
+    Guarantee: the adapter's tensors are those that the run released, so its card speaks of them. No
+    other weight is written, and no path of this machine.
+
+    Args:
+        model: the `peft` model that was trained, with one adapter, or the module around it; None:
+            the model of a recipe's run, as its folder holds it.
+        run: its run, which is finished, or the run's folder or name under runs/.
+        folder: a new folder, or one that holds the same already: adapter_config.json and
+            adapter_model.safetensors, the privacy card, base.json with the base's name and digest,
+            and a page.
+        base_name: public name of the base; default: the one that `peft` noted, without a path.
+        not_private: write it although the run has no finite epsilon or a fixed key; the card then
+            says so.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: the run is not finished or not private, the model is not the one that it trained,
+            weights outside of the adapter were trained, or the folder holds something else.
     """
     target = Path(folder)
     facts = load_results(run)
@@ -302,7 +321,7 @@ def write_adapter(
                     f"folder: must be new, got {target}, which holds something else: name another "
                     "one"
                 )
-        warnings.warn(f"{target}: already there, the same; nothing was written", stacklevel=3)
+        warnings.warn(f"{target}: already there, the same; nothing was written", stacklevel=2)
         return target
     with atomic_folder(target) as aside:
         aside.mkdir()

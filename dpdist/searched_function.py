@@ -14,14 +14,12 @@ import pickle
 import random
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from io import StringIO
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +41,8 @@ from dpdist.core.files import (
     write_json,
 )
 from dpdist.data.overlap import single_records
-from dpdist.data.protocol import UNITS, Records
+from dpdist.data.protocol import UNITS, Records, kept_generators
 from dpdist.gradients.noise import add_noise
-from dpdist.methods.base import Method
-from dpdist.models.factory_code import code_digest_of
 from dpdist.privacy.ledger import JournalBusy, LedgerError
 from dpdist.private_training import (
     IN_SEARCH,
@@ -75,13 +71,11 @@ from dpdist.tuning.manifest import (
     read_trials,
 )
 from dpdist.tuning.space import (
-    CostBox,
-    SearchCost,
     TrialValues,
-    domain_value,
     iter_probe_values,
     iter_searched_fields,
-    recipe_cost_box,
+    settings_of_space,
+    trial_cost,
 )
 from dpdist.tuning.trial import (
     ScoreReporter,
@@ -166,9 +160,8 @@ class TrainFunction:
                 raise TrainRaisedError(said) from error
         if type(training) is not PrivateTraining:
             raise UserError(
-                "train: must return the dpdist.PrivateTraining that it makes, not stepped yet, and "
-                f"no score, model or subclass, got {type(training).__name__}; scores come from "
-                "score=, and the search takes the steps"
+                "train: must return the dpdist.PrivateTraining that it makes, not stepped yet, got "
+                f"{type(training).__name__}"
             )
         self._check(training, config, begun)
         return training
@@ -239,8 +232,8 @@ def of_a_search() -> Iterator[None]:
 
     Afterwards all generators go on as before.
     """
-    kept, inside = (random.getstate(), np.random.get_state()), IN_SEARCH.set(True)
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
+    inside = IN_SEARCH.set(True)
+    with torch.random.fork_rng(range(torch.cuda.device_count())), kept_generators():
         random.seed(0)
         np.random.seed(0)
         torch.manual_seed(0)
@@ -248,8 +241,6 @@ def of_a_search() -> Iterator[None]:
             yield
         finally:
             IN_SEARCH.reset(inside)
-            random.setstate(kept[0])
-            np.random.set_state(kept[1])
 
 
 def _description(training: PrivateTraining) -> str:
@@ -266,58 +257,32 @@ def _description(training: PrivateTraining) -> str:
 # --- its price --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class FunctionCost(SearchCost):
-    """Compute the cost of a search over a function.
-
-    settings: recipes of trainings that it builds, one for each cost at least.
-    """
-
-    settings: tuple[Recipe, ...] = ()
-
-    @cached_property
-    def _cost_boxes(self) -> list[CostBox]:
-        boxes = [recipe_cost_box(each) for each in (self.recipe, *self.settings)]
-        return [box for place, box in enumerate(boxes) if box not in boxes[:place]]
-
-    @cached_property
-    def _methods(self) -> list[Method]:
-        return [self.recipe.method]
-
-
-def settings_of_space(
+def settings_of_function(
     tune: TuneRecipe, recipe_of: Callable[[TrialValues], Recipe]
 ) -> tuple[Recipe, ...]:
     """Return the recipes that the space's values make, one for each cost.
 
-    Listed values that change a trial's cost are combined with each other. Raises UserError for a
-    range of such values, since what lies between its ends is not known, and for rates by class
-    that are not those of all trials, by which the search is priced.
+    Raises UserError for a range of values that change a trial's cost, and for rates by class that
+    are not those of all trials, by which the search is priced.
     """
-    found = [recipe_of(values) for values in iter_probe_values(tune)]
+    probes = list(iter_probe_values(tune))
+    found = [recipe_of(values) for values in probes]
     rates, *others = ((each.data.class_sampling, each.data.class_counts) for each in found)
     if any(each != rates for each in others):
         raise UserError(
             "train: rates and class_counts must be the same in every trial, got others for other "
             "values of the space: give them outside of it"
         )
-    first = {key: domain.values_or_bounds[0] for key, domain in tune.space.items()}
-    own, costly = recipe_cost_box(found[0]), dict[str, tuple[Any, ...]]()
-    for key, domain in tune.space.items():
-        others = list(domain.values_or_bounds[1:])
-        if domain.choice is None:
-            others.append(domain_value(domain, 0.5))
-        if all(recipe_cost_box(recipe_of({**first, key: each})) == own for each in others):
-            continue
-        if domain.choice is None:
-            raise UserError(
-                f"tune: space.{key}: changes what a trial costs; list its values (choice) in place "
-                "of a range"
-            )
-        costly[key] = domain.choice
-    for listed in product(*costly.values()):
-        found.append(recipe_of({**first, **dict(zip(costly, listed, strict=True))}))
-    return tuple(found)
+    costly = [
+        key
+        for key in tune.space
+        if any(
+            trial_cost(each) != trial_cost(found[0]) and values == {**probes[0], key: values[key]}
+            for values, each in zip(probes, found, strict=True)
+        )
+    ]
+    combined = settings_of_space(tune, recipe_of, costly, "tune: space")
+    return tuple({trial_cost(each): each for each in (*found, *combined)}.values())
 
 
 # --- looking at trainings ----------------------------------------------------------------------
@@ -330,12 +295,11 @@ _NEUTRAL_NOISE = 1.0  # of a training that is built to be looked at, where noise
 class _Look:
     """Hold what is kept of a training that was built to be looked at.
 
-    recipe: with the noise and epsilon asked for. description: its digest. code: of its code.
+    recipe: with the noise and epsilon asked for. description: its digest.
     """
 
     recipe: Recipe
     description: str
-    code: str
 
 
 class Explorer:
@@ -360,10 +324,6 @@ class Explorer:
         """
         return self._look_at(values).recipe
 
-    def code_of(self, values: TrialValues) -> str:
-        """Return a digest of the code of the function, its model and the value of a record."""
-        return self._look_at(values).code
-
     def description_of(self, values: TrialValues) -> str | None:
         """Return the digest of the training that is built; None where that raises an error."""
         try:
@@ -380,13 +340,11 @@ class Explorer:
                 self.function.check_score(training)
                 if _description(self._build(values)) != told:
                     raise UserError(
-                        "train: must build the same model, optimizer and settings whenever it is "
-                        "called with the same config, built others the second time: let it keep "
-                        "nothing between calls, and seed what it draws",
+                        "train: must build the same model, optimizer and settings for the same "
+                        "config, built others the second time: seed what it draws",
                         see="how-to/tuning.md#from-a-ray-tune-script-to-a-private-search",
                     )
-            code = code_digest_of(training.model, self.function.train, self.function.value)
-            self._found[key] = _Look(self._as_asked(training.recipe), told, code)
+            self._found[key] = _Look(self._as_asked(training.recipe), told)
         return self._found[key]
 
     def _build(self, values: TrialValues) -> PrivateTraining:
@@ -544,15 +502,8 @@ def _build_trial(
     run_key = derive_key(trial.key, "fixed").hex() if fixed else None
     privacy = _trial_privacy(asked.privacy, noise, run_key)
     values = all_values(asked.tune, settings["values"])
-    own, end = folder.trial_folder(number), time.monotonic() + _WAIT_SECONDS
-    while True:
-        try:
-            training = function.build(values, privacy, own.path)
-            break
-        except RunBusyError:  # its process ends with its parent, but not at once
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.5)
+    own = folder.trial_folder(number)
+    training = function.build(values, privacy, own.path)
     terms = read_terms(folder)
     if terms["data"] != keyed_data(function, salt_of(terms)):
         raise UserError("data: other records than those that the search was begun with")
@@ -568,9 +519,6 @@ def _build_trial(
         begin_trial_folder(own, training.recipe, trial)
     workers.agree()  # worker 0 has written the drawn key
     return training
-
-
-_WAIT_SECONDS = 30.0
 
 
 def _train(training: PrivateTraining) -> None:

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import torch
 from pydantic import BaseModel
 
@@ -54,7 +53,7 @@ from dpdist.reports.plots import plot_trials
 from dpdist.reports.results import load_results
 from dpdist.runs.accounting import PublishedTrial, SearchTerms
 from dpdist.runs.charging import Hashed
-from dpdist.runs.folder import DifferentRecipeError, RunFolder
+from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import (
     Recipe,
     parse_recipe,
@@ -64,7 +63,6 @@ from dpdist.runs.recipe import (
 )
 from dpdist.searched_function import (
     Explorer,
-    FunctionCost,
     TrainFunction,
     TrainRaisedError,
     TrialConfig,
@@ -74,7 +72,7 @@ from dpdist.searched_function import (
     keyed_data,
     salt_of,
     sent_file,
-    settings_of_space,
+    settings_of_function,
     take_step,
 )
 from dpdist.training.private_score import (
@@ -88,6 +86,7 @@ from dpdist.training.script_checks import (
     HashedRecords,
     check_scored_users,
     check_units_apart,
+    refuse_budget_of_features,
     scored_by_unit,
 )
 from dpdist.training.script_state import keep_module_record
@@ -196,12 +195,10 @@ class FunctionSearch(Search):
         private = [function.records]
         if not function.public:
             private.append(single_records(function.scored))
-        return _AllHashed([HashedRecords(each).hashes for each in private])
+        return HashedRecords(*private)
 
     def _keep_checked(self) -> None:
         drawn = [trial.values for trial in read_trials(self.folder) if trial.values is not None]
-        for values in drawn:
-            self.trial_noise_multiplier(values)
         self._keep_descriptions(drawn)
 
     def _keep_descriptions(self, drawn: list[TrialValues]) -> None:
@@ -238,8 +235,7 @@ class FunctionSearch(Search):
 
     def _search_record(self, winner: int) -> dict[str, Any]:
         values = read_settings(self.folder, winner)["values"]
-        code = self._explorer.code_of(values)
-        return {**super()._search_record(winner), "chosen": values, "function": code}
+        return {**super()._search_record(winner), "chosen": values}
 
     def _trial_rows(self, winner: int) -> list[dict[str, Any]]:
         rows = []
@@ -258,71 +254,40 @@ class FunctionSearch(Search):
             self._explorer.recipe_of(read_settings(self.folder, winner)["values"])
 
 
-@dataclass(frozen=True)
-class _AllHashed:
-    """Hold the hashes of several sets of records, as a budget reads them."""
-
-    parts: list[np.ndarray]
-
-    @property
-    def hashes(self) -> np.ndarray:
-        return np.concatenate(self.parts)
-
-
 # --- checks before a search -------------------------------------------------------------------
 
 
 def _check_function_search(
     train: Callable[[TrialConfig], Any],
-    space: Any,
     data: Any,
-    num_trials: Any,
     score: Any,
     privacy: Any,
     folder: RunFolder,
-    options: Mapping[str, Any],
+    section: Mapping[str, Any],
+    resources: Any,
 ) -> FunctionSearch:
-    """Check all that can be checked, account the search, and write nothing. Raises UserError."""
-    for name, given in {
-        "space": space,
-        "data": data,
-        "num_trials": num_trials,
-        "score": score,
-    }.items():
-        if given is None:
-            raise UserError(f"tune: {name}: is required to search over a function")
+    """Check all that can be checked, account the search, and write nothing. Raises UserError.
+
+    section: of a recipe, `tune` without its score.
+    """
     records, asked = as_records(data), _parse_privacy(privacy)
     scored, value, terms = _parse_score(score, asked)
-    tune = parse_section(
-        TuneRecipe,
-        {
-            "space": _plain(space),
-            "num_trials": _plain(num_trials),
-            "score": terms,
-            "searcher": options["searcher"],
-            "concurrent": options["concurrent"],
-        },
-        "tune",
-    )
+    tune = parse_section(TuneRecipe, {**section, "score": terms}, "tune")
     public = tune.score.is_public
-    if asked.budget is not None and getattr(records, "of_features", False):
-        raise UserError(
-            "privacy.budget: must be left out, as the records are features that a network made: "
-            "whether the budget knows the same records in another form cannot be told"
-        )
+    refuse_budget_of_features(asked, records)
     function = TrainFunction(train, records, scored, value, public, asked.epsilon is None)
     sent = _send(function)
     begun = SearchFolder(folder)
     salt = salt_of(read_terms(begun)) if begun.terms.exists() else secrets.token_hex(32)
     fingerprint = keyed_data(function, salt)
     explorer = Explorer(function, tune, asked)
-    recipe = _search_recipe(explorer, tune, asked, folder, options["resources"])
+    recipe = _search_recipe(explorer, tune, asked, folder, resources)
     _refuse_common(function, recipe)
-    continued = _was_begun(recipe, folder)
+    continued = check_same_search(recipe, folder)
     units = len(Users.from_values(_units_of(records), 1)) if recipe.user_unit else len(records)
     counts = RecordCounts(units, 0.0, lambda fraction: units)
-    settings = settings_of_space(tune, explorer.recipe_of)
-    cost = FunctionCost(recipe, counts, tune.num_trials, "tune", settings)
+    settings = settings_of_function(tune, explorer.recipe_of)
+    cost = SearchCost(recipe, counts, tune.num_trials, "tune", settings)
     search = FunctionSearch(recipe, folder, cost, fingerprint, explorer, sent)
     if not (continued and begun.terms.exists()):
         for values in iter_probe_values(tune):
@@ -359,17 +324,6 @@ def _units_of(records: Records) -> list[Any]:
     return [records.unit_id(index) for index in range(len(records))]
 
 
-def _was_begun(recipe: Recipe, folder: RunFolder) -> bool:
-    """Return whether this search was begun before. Raises UserError for another run's folder."""
-    try:
-        return check_same_search(recipe, folder)
-    except DifferentRecipeError as error:
-        said = str(error).partition(": ")[2].partition("; choose")[0]
-        raise UserError(
-            f"folder: {folder.path}: {said}; give another folder, or the same arguments"
-        ) from None
-
-
 def _assumed_of_score(function: TrainFunction) -> list[str]:
     """Return the assumptions about the scored records that nobody can check."""
     if function.public:
@@ -377,9 +331,6 @@ def _assumed_of_score(function: TrainFunction) -> list[str]:
     own = [] if function.value is None else [ASSUMED_OF_VALUE]
     units = "users" if isinstance(function.scored, UserRecords) else "records"
     return [f"the number of held-out {units} ({len(function.scored):,}) is public", *own]
-
-
-_RESOURCES = ("workers", "cpus_per_worker", "gpus_per_worker", "max_failures")
 
 
 def _search_recipe(
@@ -394,14 +345,6 @@ def _search_recipe(
     raw = first.model_dump(mode="json")
     name = "".join(c if c.isalnum() or c in "._-" else "-" for c in folder.name)
     own = parse_section(ResourcesRecipe, _plain(resources or {}), "tune: resources")
-    for key, value in own.model_dump(exclude_defaults=True).items():
-        if key not in _RESOURCES:
-            raise UserError(
-                f"tune: resources.{key}: must be left out with a function, got {value}; a trial "
-                f"has {', '.join(_RESOURCES)}"
-            )
-    if own.is_elastic:
-        raise UserError(f"tune: resources.workers: must be one number, got {own.workers}")
     raw |= {
         "name": name.strip("-._") or "search",
         "privacy": {**raw["privacy"], "run_key": privacy.run_key},
@@ -422,19 +365,12 @@ def _parse_score(
 
     Private records are by unit where a user is the unit.
     """
-    if not isinstance(score, Mapping):
+    keys = set(score) if isinstance(score, Mapping) else set()
+    given = [key for key in ("private_eval_data", "public") if key in keys]
+    if len(given) != 1 or keys - set(_SCORE_KEYS):
         raise UserError(
             'tune: score: must be {"private_eval_data": private records} or {"public": records}, '
-            "with "
-            '"value": a function of model and batch to one value a record, got '
-            f"{type(score).__name__}"
-        )
-    if unknown := sorted(score.keys() - set(_SCORE_KEYS)):
-        raise UserError(f"tune: score.{unknown[0]}: must be one of {', '.join(_SCORE_KEYS)}")
-    given = [key for key in ("private_eval_data", "public") if score.get(key) is not None]
-    if len(given) != 1:
-        raise UserError(
-            "tune: score: must have exactly one of private_eval_data (private) and public"
+            'with "value" (a function of model and batch to one value a record) and "noise" at most'
         )
     value = score.get("value")
     name = value_name(value, "tune: score.value")
@@ -450,14 +386,7 @@ def _parse_score(
 
 def _parse_privacy(privacy: Any) -> PrivacyRecipe:
     """Return the section `privacy` of training and search together. Raises UserError."""
-    if isinstance(privacy, Mapping):
-        privacy = Privacy(**privacy)
-    if not isinstance(privacy, PrivacyRecipe):
-        raise UserError(
-            "tune: privacy: must be a dpdist.Privacy of training and search together, or a dict of "
-            f"its fields, got {type(privacy).__name__}"
-        )
-    return privacy
+    return privacy if isinstance(privacy, PrivacyRecipe) else Privacy(**privacy)
 
 
 def _send(function: TrainFunction) -> bytes:
@@ -550,8 +479,7 @@ class SearchResult:
         if not self._terms.trials:
             raise UserError(
                 f"trials: must not be shown with a secret number of trials ({self.num_trials}): "
-                "the price "
-                "holds for the winner alone; take distribution {'name': 'fixed', 'runs': ...}",
+                "the price holds for the winner alone",
                 see="how-to/tuning.md#what-must-stay-secret",
             )
         return self._terms.trials
@@ -656,37 +584,24 @@ def tune(
         (2, 'proved')
     """
     run = RunFolder(Path(folder).resolve())
+    given = {
+        "space": space, "num_trials": num_trials, "searcher": searcher, "concurrent": concurrent,
+    }  # fmt: skip
+    section = {key: _plain(each) for key, each in given.items() if each is not None}
     if isinstance(train, Recipe | str | Path | Mapping):
         _refuse_for_recipes({"data": data, "resources": resources})
-        return SearchResult(
-            _search_recipe_values(
-                train,
-                space,
-                num_trials,
-                score,
-                privacy,
-                run,
-                {"searcher": searcher, "concurrent": concurrent},
-                executor,
-            )
-        )
+        changes = {f"tune.{key}": each for key, each in section.items()}
+        changes |= {} if score is None else {"tune.score": _plain(score)}
+        changes |= {} if privacy is None else {"privacy": _plain(privacy)}
+        context = str(train) if isinstance(train, str | Path) else "recipe"
+        recipe = resolve_recipe(train, changes=changes, name=run.name)
+        best = tune_recipe(recipe, runs=run.path.parent, context=context, executor=executor)
+        return SearchResult(best)
     if not callable(train):
         raise UserError(
             f"tune: train: must be a function of a config, or a recipe, got {type(train).__name__}"
         )
-    options = {
-        "searcher": searcher or "random",
-        "concurrent": concurrent,
-        "resources": resources,
-    }
-    search = _check_function_search(train, space, data, num_trials, score, privacy, run, options)
-    _run_function_search(search, executor)
-    return SearchResult(run)
-
-
-def _run_function_search(search: FunctionSearch, executor: ExecutorName | None) -> None:
-    """Begin a search, or go on with it, to its end; the folder then holds the winner's run."""
-    run = search.run_folder
+    search = _check_function_search(train, data, score, privacy, run, section, resources)
     if executor == "local":
         require_one_process(search.recipe.resources.max_workers)
     if not run.recipe_file.exists():
@@ -696,7 +611,7 @@ def _run_function_search(search: FunctionSearch, executor: ExecutorName | None) 
         warnings.warn(
             "privacy.run_key: is fixed, so this search is NOT PRIVATE; leave it out outside of "
             "tests",
-            stacklevel=3,
+            stacklevel=2,
         )
     with run_session(run, search.recipe.resources.min_cpus, executor) as opened:
         search_stage(search, opened)
@@ -704,32 +619,13 @@ def _run_function_search(search: FunctionSearch, executor: ExecutorName | None) 
     chosen = run.read_recipe()
     if chosen.data.root is not None:
         evaluate_stage(chosen, run)
+    return SearchResult(run)
 
 
 def _refuse_for_recipes(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if value is not None:
             raise UserError(f"tune: {name}: must be left out with a recipe, which has its own")
-
-
-def _search_recipe_values(
-    recipe: Recipe | str | Path | Mapping[str, Any],
-    space: Any,
-    num_trials: Any,
-    score: Any,
-    privacy: Any,
-    folder: RunFolder,
-    options: Mapping[str, Any],
-    executor: ExecutorName | None,
-) -> RunFolder:
-    """Run the search of a recipe, with these sections in place of its own."""
-    given = {"space": space, "num_trials": num_trials, "score": score, **options}
-    changes = {f"tune.{key}": _plain(each) for key, each in given.items() if each is not None}
-    if privacy is not None:
-        changes["privacy"] = _plain(privacy)
-    context = str(recipe) if isinstance(recipe, str | Path) else "recipe"
-    resolved = resolve_recipe(recipe, changes=changes, name=folder.name)
-    return tune_recipe(resolved, runs=folder.path.parent, context=context, executor=executor)
 
 
 # --- on public records, by Ray Tune -----------------------------------------------------------

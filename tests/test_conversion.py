@@ -97,7 +97,7 @@ def test_what_the_network_saw_reaches_the_run(made: Path, tmp_path: Path) -> Non
     assert written["features"] == 64 and written["data"] == "digits/train"
     assert list(written["weights"]) == ["net.pt"]
     others = data.load(data_source(recipe_on(made)), "test")  # features of the same shape
-    assert not provenance._was_compared(folder.model_folder, others, "x")  # not by content
+    assert not provenance.was_compared(folder.model_folder, others, "x")  # not by content
 
 
 def test_features_say_so_themselves_without_the_file_beside_them(

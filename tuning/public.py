@@ -17,7 +17,7 @@ from typing import Any
 
 from dpdist.cluster.executor import RayExecutor, open_executor
 from dpdist.cluster.versions import check_same_versions, package_fingerprints
-from dpdist.config.search import Domain, ScoreRecipe
+from dpdist.config.search import ScoreRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.files import write_atomic
 from dpdist.data import Dataset
@@ -126,6 +126,8 @@ def tune_publicly(recipe: Recipe, folder: Path, context: str) -> Any:
     """
     from ray import tune
 
+    from dpdist.tuning.searchers import asha_scheduler, ray_domain
+
     folder = folder.resolve()
     trainable = recipe_trainable(recipe, folder / "trials", context)
     section, kept = recipe.tune, folder / "recipe.yaml"
@@ -147,13 +149,13 @@ def tune_publicly(recipe: Recipe, folder: Path, context: str) -> Any:
             ).fit()
         return tune.Tuner(
             held,
-            param_space={key: _ray_domain(domain) for key, domain in section.space.items()},
+            param_space={key: ray_domain(domain) for key, domain in section.space.items()},
             tune_config=tune.TuneConfig(
                 metric="score",
                 mode="max",
                 num_samples=section.num_trials.runs or round(section.num_trials.mean_trials),
                 search_alg=_searcher(section.searcher),
-                scheduler=_scheduler(section.asha),
+                scheduler=asha_scheduler(section.asha),
                 max_concurrent_trials=most,
             ),
             run_config=tune.RunConfig(
@@ -165,18 +167,6 @@ def tune_publicly(recipe: Recipe, folder: Path, context: str) -> Any:
         ).fit()
 
 
-def _ray_domain(domain: Domain) -> Any:
-    """Return Ray Tune's word for a domain."""
-    from ray import tune
-
-    if domain.choice is not None:
-        return tune.choice(list(domain.choice))
-    low, high = domain.values_or_bounds
-    if domain.integer is not None:
-        return tune.randint(low, high + 1)
-    return (tune.loguniform if domain.log_uniform is not None else tune.uniform)(low, high)
-
-
 def _searcher(name: str) -> Any:
     if name == "random":
         return None
@@ -186,17 +176,3 @@ def _searcher(name: str) -> Any:
     from ray.tune.search.optuna import OptunaSearch
 
     return OptunaSearch()
-
-
-def _scheduler(asha: Any) -> Any:
-    from ray.tune.schedulers import ASHAScheduler
-
-    if asha is None:
-        return None
-    factor = asha.reduction_factor
-    return ASHAScheduler(
-        time_attr="reached",
-        max_t=factor ** (asha.rungs - 1),
-        grace_period=1,
-        reduction_factor=factor,
-    )

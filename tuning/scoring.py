@@ -26,6 +26,7 @@ from dpdist.models.spec import import_factory
 from dpdist.randomness.keys import StreamKeys, derive_key
 from dpdist.training.private_score import Value
 from dpdist.training.record_scores import (
+    ACCURACY,
     RecordScore,
     balanced_accuracy,
     bounded_score,
@@ -33,7 +34,7 @@ from dpdist.training.record_scores import (
     log_loss_score,
 )
 
-_PUBLIC_BATCH = 1000
+PUBLIC_BATCH = 1000
 _CHECK_ROWS = 64
 _MAX_SELECTION_DRAWS = 100  # draws that choose the class, at most
 
@@ -105,11 +106,9 @@ def _record_scores(
     """Each record's number in [0, 1]: float64 (records,)."""
     weights = settings.objectives
     values = np.zeros(len(dataset))
-    if "accuracy" in weights:
-        rows = 1 if noise is not None else _PUBLIC_BATCH
-        values += weights["accuracy"] * correct_predictions(model, dataset, rows)
+    rows = 1 if noise is not None else PUBLIC_BATCH
     for name, score in record_scores(settings).items():
-        values += weights[name] * _values_by(score, model, dataset, alone=noise is not None)
+        values += weights[name] * values_by(score, model, dataset, rows)
     if settings.needs_certificates:
         assert sigma is not None
         radii = certified_radii(model, dataset, settings, sigma, key)
@@ -122,11 +121,13 @@ def _record_scores(
 
 
 def record_scores(settings: ScoreRecipe) -> dict[Objective, Value]:
-    """Return the scores of a record besides accuracy and certificates, by their objective.
+    """Return the scores of a record besides certificates, by their objective.
 
     Raises UserError for a function that cannot be imported.
     """
     found: dict[Objective, Value] = {}
+    if "accuracy" in settings.objectives:
+        found["accuracy"] = ACCURACY
     if "brier" in settings.objectives:
         found["brier"] = brier_score()
     if settings.log_loss_cap is not None:
@@ -143,14 +144,12 @@ def record_scores(settings: ScoreRecipe) -> dict[Objective, Value]:
     return found
 
 
-def _values_by(
-    score: Value, model: torch.nn.Module, dataset: Dataset, *, alone: bool
-) -> np.ndarray:
+def values_by(score: Value, model: torch.nn.Module, dataset: Dataset, rows: int) -> np.ndarray:
     """Each record's value in [0, 1]; 0 where a private one fails: float64 (records,).
 
-    alone: the records are private, and executed one at a time.
+    rows: of a pass; 1 where the records are private.
     """
-    found, rows = np.zeros(len(dataset)), 1 if alone else _PUBLIC_BATCH
+    found = np.zeros(len(dataset))
     with torch.inference_mode():
         for start in range(0, len(dataset), rows):
             chosen = slice(start, start + rows)
@@ -162,20 +161,8 @@ def _values_by(
                     values = score(model, (inputs, targets))
                 found[chosen] = values.double().numpy()
             except Exception:
-                if not alone:  # whether a trial fails must not depend on a private record
+                if rows > 1:  # whether a trial fails must not depend on a private record
                     raise
-    return found
-
-
-def correct_predictions(model: torch.nn.Module, dataset: Dataset, batch_size: int) -> np.ndarray:
-    """1.0 for each record that is classified rightly, in batches of `batch_size`: float64
-    (records,)."""
-    found = np.zeros(len(dataset))
-    with torch.inference_mode():
-        for start in range(0, len(dataset), batch_size):
-            chosen = slice(start, start + batch_size)
-            classes = models.predicted_classes(model(dataset.batch(chosen)))
-            found[chosen] = (classes == dataset.targets(chosen)).numpy()
     return found
 
 

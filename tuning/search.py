@@ -126,9 +126,8 @@ class Search:
         if winner is None:
             self._charge_budget(settle=True)
             raise NoModelError(
-                f"{self.run_folder.path}: the search ended without a model. This is one of its "
-                "outcomes, and costs as much as the others: "
-                f"{self.cost.guarantee}. Another search is paid for anew",
+                f"{self.run_folder.path}: the search ended without a model, which is one of its "
+                f"outcomes, and costs as much as the others: {self.cost.guarantee}",
                 see="how-to/tuning.md#which-distribution",
             )
         self._promote_winner(winner)
@@ -349,23 +348,15 @@ class Search:
             write_atomic(target.private / extra.name, extra.read_bytes())
         write_json(target.search_record, self._search_record(winner))
         chosen = self._take_along(source, target)
-        named = chosen.model_copy(
-            update={
-                "name": self.recipe.name,
-                "privacy": chosen.privacy.model_copy(
-                    update={
-                        "budget": self.recipe.privacy.budget,
-                        "budget_ceiling": self.recipe.privacy.budget_ceiling,
-                        "budget_delta": self.recipe.privacy.budget_delta,
-                    }
-                ),
-            }
-        )
+        budget = ("budget", "budget_ceiling", "budget_delta")
+        own = {key: getattr(self.recipe.privacy, key) for key in budget}
+        privacy = chosen.privacy.model_copy(update=own)
+        named = chosen.model_copy(update={"name": self.recipe.name, "privacy": privacy})
         write_atomic(target.recipe_file, named.to_yaml())
         noise = named.privacy.noise_multiplier
         target.pin_recipe(named, noise, search_recipe=self.recipe)
-        if self.tune.num_trials.name == "fixed":
-            self._publish_trials()
+        if self.tune.num_trials.name == "fixed":  # all of it was paid for
+            write_json(target.trials, read_json(target.search_record, {"trials": list})["trials"])
         # How long it took depends on how many trials ran beside it.
         trained.pop("seconds", None)
         write_json(target.training_summary, trained)
@@ -391,11 +382,6 @@ class Search:
             "charge": self._charge_id(),
             "assumed": read_terms(self.folder)["assumed"],
         }
-
-    def _publish_trials(self) -> None:
-        """Write the trials of a search with a fixed number of them: all of it was paid for."""
-        rows = read_json(self.folder.run.search_record, {"trials": list})["trials"]
-        write_json(self.folder.run.trials, rows)
 
     def _trial_rows(self, winner: int) -> list[dict[str, Any]]:
         """Return what may be published of every trial.
@@ -556,8 +542,8 @@ def check_same_search(recipe: Recipe, folder: RunFolder) -> bool:
     if different:
         raise DifferentRecipeError(
             f"{folder.path}: a search of that name exists with a different recipe "
-            f"({', '.join(different)} differ); choose another --name, or repeat the recipe to "
-            "continue it"
+            f"({', '.join(different)} differ); choose another --name (in Python: folder=), or "
+            "repeat the recipe to continue it"
         )
     return True
 
@@ -615,6 +601,5 @@ def check_certifiable(trial: Recipe, score: ScoreRecipe, context: str) -> None:
     if score.radius is not None and score.radius > reach:
         raise UserError(
             f"{context}: tune.score.radius: {score.samples} draws at alpha {score.alpha:g} never "
-            f"certify more than {reach:.3g} with certify.sigma {certify.sigma:g}: give more draws "
-            "or a larger sigma"
+            f"certify more than {reach:.3g} with certify.sigma {certify.sigma:g}"
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 from ray.tune.search import Searcher
 
-from dpdist.config.search import Domain, TuneRecipe
+from dpdist.config.search import AshaRecipe, Domain, TuneRecipe
 from dpdist.core.files import write_json
 from dpdist.core.optional_imports import import_extra
 from dpdist.tuning.manifest import SearchFolder, Trial, read_scores
@@ -88,6 +88,40 @@ class ManifestSearcher(Searcher):
         """Nothing to restore; a continued search makes a new searcher from the files."""
 
 
+def asha_scheduler(asha: AshaRecipe | None, **metric: Any) -> Any:
+    """Return Ray Tune's ASHA by the rungs of a recipe; None without.
+
+    metric: and its mode, where the Tuner does not say them.
+    """
+    from ray.tune.schedulers import ASHAScheduler
+
+    if asha is None:
+        return None
+    factor = asha.reduction_factor
+    return ASHAScheduler(
+        time_attr="reached",
+        max_t=factor ** (asha.rungs - 1),
+        grace_period=1,
+        reduction_factor=factor,
+        **metric,
+    )
+
+
+def ray_domain(domain: Domain, by_position: bool = False) -> Any:
+    """Return Ray Tune's word for a domain.
+
+    by_position: a choice is that of a position in its list.
+    """
+    from ray import tune
+
+    if domain.choice is not None:
+        return tune.choice(list(range(len(domain.choice)) if by_position else domain.choice))
+    low, high = domain.values_or_bounds
+    if domain.integer is not None:
+        return tune.randint(low, high + 1)
+    return (tune.loguniform if domain.log_uniform is not None else tune.uniform)(low, high)
+
+
 class OptunaSuggester:
     """Optuna's TPE through Ray Tune, fed with what an interrupted search had found."""
 
@@ -99,8 +133,9 @@ class OptunaSuggester:
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._space = tune.space
-        distributions = {key: _optuna_distribution(domain) for key, domain in tune.space.items()}
-        self._optuna_search = OptunaSearch(distributions, metric=METRIC, mode="max", seed=seed)
+        domains = {key: ray_domain(domain, by_position=True) for key, domain in tune.space.items()}
+        space = OptunaSearch.convert_search_space(domains)
+        self._optuna_search = OptunaSearch(space, metric=METRIC, mode="max", seed=seed)
         self._suggested_ids: set[str] = set()
         for values, score in evaluated:
             self._optuna_search.add_evaluated_point(self._encode_choices(values), score)
@@ -126,19 +161,3 @@ class OptunaSuggester:
             key: domain.choice.index(values[key]) if domain.choice is not None else values[key]
             for key, domain in self._space.items()
         }
-
-
-def _optuna_distribution(domain: Domain) -> Any:
-    """Optuna's word for a domain; a choice becomes its position in the list."""
-    from optuna.distributions import (
-        CategoricalDistribution,
-        FloatDistribution,
-        IntDistribution,
-    )
-
-    if domain.choice is not None:
-        return CategoricalDistribution(tuple(range(len(domain.choice))))
-    if domain.integer is not None:
-        return IntDistribution(*domain.integer)
-    low, high = domain.values_or_bounds
-    return FloatDistribution(low, high, log=domain.log_uniform is not None)

@@ -20,7 +20,6 @@ starts.
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +34,14 @@ from dpdist.privacy.calibration import combine_training_and_scoring, repeat_phas
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.phases import GaussianSteps, Phase, WorstOf, walk_phases
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.runs.recipe import Recipe, checked_class_rates, parse_recipe, plan_with_noise
+from dpdist.runs.recipe import (
+    Recipe,
+    checked_class_rates,
+    flatten,
+    parse_recipe,
+    plan_with_noise,
+    step_count,
+)
 
 if TYPE_CHECKING:
     from dpdist.privacy.pld import PrivacyLoss
@@ -62,23 +68,9 @@ _UNSEARCHABLE_FIELDS = {
     "public": "what is trained on public records is trained once, before the search",
     "statistics": "they are bought once, before the search",
     "resources": "it changes nothing that is learned",
-    "privacy.epsilon": "it is the target of training and search together",
-    "privacy.delta": "the guarantee is stated at one delta",
-    "privacy.adjacency": "the guarantee is stated for one neighboring relation",
-    "privacy.batch_cap": "a trial with another cap would need a price of its own",
-    "privacy.unit": "the guarantee is stated for one unit",
-    "privacy.max_records_per_user": "the guarantee is stated for one unit",
-    "privacy.budget": "the whole search is charged once",
-    "privacy.budget_ceiling": "the whole search is charged once",
-    "privacy.budget_delta": "the whole search is charged once",
-    "privacy.budget_composition": "the whole search is charged once",
-    "privacy.run_key": "keys are drawn, never chosen by their scores",
-    "privacy.allow_large_delta": "it is not a hyper-parameter",
-    "privacy.nominal_records": "it is declared once, for the data set",
     "certify.alpha": "the error of a certificate is not chosen by its score",
 }
-# Ranges of batch sizes and shares are cut into intervals this narrow (ratio of their ends).
-_INTERVAL = 1.05
+_SEARCHABLE_PRIVACY = ("privacy.noise_multiplier", "privacy.clip_norm", "privacy.clipping")
 _PROBE_POSITION = (math.sqrt(5) - 1) / 2  # somewhere between the ends of a range
 
 
@@ -179,6 +171,8 @@ def _unsearchable_reason(recipe: Recipe, field: str) -> str | None:
             "privacy.epsilon is the target, which fixes the noise; give privacy.noise_multiplier "
             "instead of epsilon"
         )
+    if field.startswith("privacy.") and field not in _SEARCHABLE_PRIVACY:
+        return "it is a term of the guarantee of training and search together"
     return next(
         (why for prefix, why in _UNSEARCHABLE_FIELDS.items() if _is_within(field, prefix)), None
     )
@@ -186,8 +180,8 @@ def _unsearchable_reason(recipe: Recipe, field: str) -> str | None:
 
 def _check_unsearchable_fields(recipe: Recipe, trial: Recipe, context: str) -> None:
     """Raise UserError when a trial differs from the recipe in what a search may not change."""
-    mine = _flatten(recipe.model_dump(mode="json", exclude={"tune"}))
-    other = _flatten(trial.model_dump(mode="json", exclude={"tune"}))
+    mine = dict(flatten(recipe.model_dump(mode="json", exclude={"tune"})))
+    other = dict(flatten(trial.model_dump(mode="json", exclude={"tune"})))
     assert recipe.tune is not None
     for leaf in sorted(mine.keys() | other.keys()):
         if mine.get(leaf) == other.get(leaf) or (why := _unsearchable_reason(recipe, leaf)) is None:
@@ -198,16 +192,6 @@ def _check_unsearchable_fields(recipe: Recipe, trial: Recipe, context: str) -> N
             f"the recipe says {mine.get(leaf)}; it cannot be searched: {why}",
             see="how-to/tuning.md#a-recipe-with-a-search",
         )
-
-
-def _flatten(value: Any, name: str = "") -> dict[str, Any]:
-    """The fields of nested sections by their dotted names."""
-    if not isinstance(value, dict):
-        return {name: value}
-    found: dict[str, Any] = {}
-    for key, inner in value.items():
-        found |= _flatten(inner, f"{name}.{key}" if name else str(key))
-    return found
 
 
 def _set_field(raw: dict[str, Any], dotted: str, value: Any, context: str) -> None:
@@ -226,89 +210,72 @@ def _set_field(raw: dict[str, Any], dotted: str, value: Any, context: str) -> No
 
 # --- what changes the cost of a trial
 
-CostBox = dict[str, tuple[Any, Any]]  # costly field -> its least and greatest value
+
+def trial_cost(recipe: Recipe) -> tuple[Any, ...]:
+    """Return the settings of a recipe that determine what one training costs, to compare them."""
+    fields = (field.split(".") for field in COST_FIELDS)
+    own = (getattr(getattr(recipe, section), name) for section, name in fields)
+    return (*own, one_step_cost(recipe.method))
 
 
-def recipe_cost_box(recipe: Recipe) -> CostBox:
-    """The recipe's own setting, as a box of one point."""
-    box = {}
-    for field in COST_FIELDS:
-        section, name = field.split(".")
-        value = getattr(getattr(recipe, section), name)
-        box[field] = (value, value)
-    return box
+def settings_of_space(
+    tune: TuneRecipe, recipe_of: Callable[[TrialValues], Recipe], costly: Sequence[str], where: str
+) -> tuple[Recipe, ...]:
+    """Return the recipes that the space's values make, one for each cost of a training.
 
+    Args:
+        tune: with the space.
+        recipe_of: the recipe of a trial with these values.
+        costly: entries of the space that may change the cost; their listed values are combined.
+        where: the space, for complaints.
 
-def cost_boxes(recipe: Recipe, context: str) -> list[CostBox]:
-    """Boxes that together hold the costly fields of every trial, whatever the searched fields are
-    called: listed values are read off the trials' own recipes, ranges are cut into intervals."""
-    tune = recipe.tune
-    assert tune is not None
+    Raises:
+        UserError: a range changes the cost: what lies between its ends is not known.
+    """
     first = {key: domain.values_or_bounds[0] for key, domain in tune.space.items()}
-    boxes = [recipe_cost_box(recipe)]
-    for key, domain in tune.space.items():
-        touched = [
-            f for f in COST_FIELDS if any(_is_within(f, field) for field in (key, *domain.linked))
-        ]
-        if not touched:
-            continue
-        choices: list[CostBox] = []
-        if domain.choice is not None:
-            for value in domain.choice:
-                point = recipe_cost_box(apply_values(recipe, {**first, key: value}, context))
-                choice = {field: point[field] for field in touched}
-                choices += [choice] * (choice not in choices)
-        else:
-            narrow = {"training.batch_size", "data.fraction"} & set(touched)
-            pieces = _split_range(*domain.values_or_bounds) if narrow else [domain.values_or_bounds]
-            choices = [dict.fromkeys(touched, piece) for piece in pieces]
-        boxes = [{**box, **choice} for box, choice in itertools.product(boxes, choices)]
-    return boxes
+    domains = {key: tune.space[key] for key in costly}
+    lists = {key: domain.choice for key, domain in domains.items() if domain.choice is not None}
+    found: dict[tuple[Any, ...], Recipe] = {}
+    for listed in product(*lists.values()):
+        values = {**first, **dict(zip(lists, listed, strict=True))}
+        recipe = recipe_of(values)
+        for key, domain in domains.items():
+            if key in lists:
+                continue
+            for value in (domain.values_or_bounds[-1], domain_value(domain, _PROBE_POSITION)):
+                if trial_cost(recipe_of({**values, key: value})) != trial_cost(recipe):
+                    raise UserError(
+                        f"{where}.{key}: changes what a trial costs; list its values (choice) "
+                        "in place of a range"
+                    )
+        found.setdefault(trial_cost(recipe), recipe)
+    return tuple(found.values())
 
 
-def methods_of_distinct_cost(recipe: Recipe, context: str) -> list[Method]:
-    """The methods of all trials, one for each cost: noise splits are searched by them.
+def settings_of_recipe(recipe: Recipe, context: str) -> tuple[Recipe, ...]:
+    """Return the recipes of trials, one for each cost, whatever the searched fields are called.
 
-    Raises UserError for a range of a field that changes what the method costs beside its steps: of
-    a listed value the cost is known, between two of them it is not.
+    Raises UserError as `settings_of_space` does.
     """
     tune = recipe.tune
     assert tune is not None
-    first = {key: domain.values_or_bounds[0] for key, domain in tune.space.items()}
-    touching = {
-        key: tune.space[key]
-        for field, key in iter_searched_fields(tune)
-        if _is_within(field, "method") or _is_within("method", field)
-    }
-    ranges = {key: domain for key, domain in touching.items() if domain.choice is None}
-    lists = {key: domain.choice for key, domain in touching.items() if domain.choice is not None}
-    found = {one_step_cost(recipe.method): recipe.method} if not lists else {}
-    for listed in itertools.product(*lists.values()):
-        values = {**first, **dict(zip(lists, listed, strict=True))}
-        method = apply_values(recipe, values, context).method
-        for key, domain in ranges.items():
-            for value in (domain.values_or_bounds[-1], domain_value(domain, _PROBE_POSITION)):
-                other = apply_values(recipe, {**values, key: value}, context).method
-                if one_step_cost(other) != one_step_cost(method):
-                    raise UserError(
-                        f"{context}: tune.space.{key}: changes what the method costs beside its "
-                        "steps; list its values (choice) in place of a range"
-                    )
-        found.setdefault(one_step_cost(method), method)
-    return list(found.values())
+    costly = [
+        key
+        for key, domain in tune.space.items()
+        if any(
+            _is_within(one, field) or _is_within(field, one)
+            for one in (*COST_FIELDS, "method")
+            for field in (key, *domain.linked)
+        )
+    ]
+    return settings_of_space(
+        tune, lambda values: apply_values(recipe, values, context), costly, f"{context}: tune.space"
+    )
 
 
 def one_step_cost(method: Method) -> tuple[Phase, ...]:
     """Return the phases that tell methods of different cost apart at the same steps."""
     return method.cost(GaussianSteps(1, 1.0, 1.0))
-
-
-def _split_range(low: float, high: float) -> list[tuple[float, float]]:
-    """A range cut into intervals whose ends differ little."""
-    edges = [float(low)]
-    while edges[-1] < high:
-        edges.append(min(float(high), edges[-1] * _INTERVAL))
-    return list(itertools.pairwise(edges)) or [(low, high)]
 
 
 # --- the cost ---------------------------------------------------------------------------------
@@ -354,6 +321,8 @@ def private_eval_fraction_of(recipe: Recipe) -> float:
 class SearchCost:
     """The cost of the search that a recipe's `tune` section asks for.
 
+    settings: recipes of trials, one for each cost; by default those that the space makes.
+
     Raises UserError, beginning with `context`, when a property cannot be had: a target out of
     reach, or a mechanism that no theorem covers.
     """
@@ -362,29 +331,27 @@ class SearchCost:
     record_counts: RecordCounts
     num_trials: NumTrialsRecipe
     context: str = "recipe"
+    settings: tuple[Recipe, ...] = ()
 
     # --- what varies
 
     @cached_property
-    def _cost_boxes(self) -> list[CostBox]:
-        return cost_boxes(self.recipe, self.context)
+    def _settings(self) -> tuple[Recipe, ...]:
+        """Recipes of trials, one for each cost."""
+        return self.settings or settings_of_recipe(self.recipe, self.context)
 
     @cached_property
-    def _methods(self) -> list[Method]:
-        return methods_of_distinct_cost(self.recipe, self.context)
+    def _methods(self) -> dict[tuple[Phase, ...], Method]:
+        """Methods of trials by what they cost with the same steps."""
+        found: dict[tuple[Phase, ...], Method] = {}
+        for each in self._settings:
+            found.setdefault(one_step_cost(each.method), each.method)
+        return found
 
     @cached_property
     def varies_cost(self) -> bool:
         """Whether the search changes what one training costs."""
-        return bool(self._methods_of_other_cost) or self._cost_boxes != [
-            recipe_cost_box(self.recipe)
-        ]
-
-    @property
-    def _methods_of_other_cost(self) -> list[Method]:
-        """Methods in the space that cost, with the same steps, what the recipe's own does not."""
-        own = one_step_cost(self.recipe.method)
-        return [method for method in self._methods if one_step_cost(method) != own]
+        return {trial_cost(each) for each in self._settings} != {trial_cost(self.recipe)}
 
     @property
     def _training_records(self) -> int:
@@ -401,17 +368,11 @@ class SearchCost:
         """Phases of which every setting in the space is a post-processing of one."""
         # Settings of nearly the same rate are covered by one.
         near: dict[tuple[float, int], tuple[float, int]] = {}
-        for box in self._cost_boxes:
-            small, large = box["training.batch_size"]
-            low, high = box["data.fraction"]
-            rate = min(1.0, large / self.record_counts.training_records(low))
-            steps = box["training.steps"][1]
-            if steps is None:
-                epochs = box["training.epochs"][1]
-                steps = max(
-                    1, math.floor(epochs * self.record_counts.training_records(high) / small)
-                )
-            noise = box["privacy.noise_multiplier"][0]
+        for each in self._settings:
+            records = self.record_counts.training_records(each.data.fraction)
+            rate, steps = min(1.0, each.training.batch_size / records), step_count(each, records)
+            noise = each.privacy.noise_multiplier
+            assert noise is not None  # it is the recipe's, which has no target
             place = (noise, math.floor(math.log(rate) / math.log(_RATE_RATIO)))
             known = near.get(place, (0.0, 0))
             near[place] = (max(rate, known[0]), max(steps, known[1]))
@@ -422,7 +383,7 @@ class SearchCost:
             highest = rate if classes is None else classes.largest
             found.add(GaussianSteps(int(steps), float(noise), highest, cap, classes))
         worst = [one for one in found if not any(one.dominated_by(o) for o in found - {one})]
-        return [m.cost(one) for one in sorted(worst, key=repr) for m in self._methods]
+        return [m.cost(one) for one in sorted(worst, key=repr) for m in self._methods.values()]
 
     # --- the whole
 
@@ -566,7 +527,8 @@ class SearchCost:
         """Raise UserError for a method that costs too much whatever the noise of its steps."""
         if self.recipe.privacy.epsilon is None:
             return
-        for method in self._methods_of_other_cost:
+        own = one_step_cost(self.recipe.method)
+        for method in (each for cost, each in self._methods.items() if cost != own):
             trial = self.recipe.model_copy(update={"method": method})
             if not self.trial_limit.allows(
                 self._recipe_plan(trial, self._training_records, _MAX_NOISE_MULTIPLIER)
@@ -574,9 +536,7 @@ class SearchCost:
                 besides = tuple(it for it in one_step_cost(method) if it.training_steps is None)
                 raise UserError(
                     f"{self.context}: tune.space: what method {method.name} reads besides its "
-                    "steps "
-                    "costs more than the recipe's own setting allows: "
-                    f"{besides or method}",
+                    f"steps costs more than the recipe's own setting allows: {besides or method}",
                     see="how-to/tuning.md#noise-splits",
                 )
 

@@ -27,13 +27,13 @@ from dpdist.cluster.work import Host, ReportMetrics, TrialPass, WorkerGroup
 from dpdist.config.search import PublicData, TuneRecipe
 from dpdist.config.training import ResourcesRecipe
 from dpdist.core.errors import ClusterError, UserError, is_disk_full
-from dpdist.core.files import make_private_folder, write_atomic, write_json
+from dpdist.core.files import make_private_folder, write_json
 from dpdist.data import Dataset
 from dpdist.privacy.ledger import JournalBusy, LedgerError, ReplayConflict
 from dpdist.randomness.keys import derive_key
 from dpdist.runs.folder import RunFolder, read_verified_ledger
 from dpdist.runs.recipe import Recipe
-from dpdist.training.job import PACKAGES, TrainJob, prepare
+from dpdist.training.job import PACKAGES, TrainJob, ensure_run_key, prepare
 from dpdist.training.records import by_unit, data_source, private_records_between
 from dpdist.training.trainer import fit
 from dpdist.tuning.manifest import (
@@ -165,22 +165,17 @@ def trial_recipe(
     """The recipe of a trial: values put in, noise fixed, no budget or search of its own."""
     chosen = apply_values(search_recipe, settings["values"], context)
     fixed = search_recipe.privacy.run_key is not None  # of tests: every trial is then repeatable
+    own = {
+        **dict.fromkeys(("epsilon", "budget", "budget_ceiling", "budget_delta")),
+        "noise_multiplier": settings["noise_multiplier"],
+        "run_key": derive_key(key, "fixed").hex() if fixed else None,
+    }
+    held_out = {"private_eval_fraction": private_eval_fraction_of(search_recipe)}
     return chosen.model_copy(
         update={
             "statistics": None,  # they are bought outside of the trials
-            "data": chosen.data.model_copy(
-                update={"private_eval_fraction": private_eval_fraction_of(search_recipe)}
-            ),
-            "privacy": chosen.privacy.model_copy(
-                update={
-                    "epsilon": None,
-                    "noise_multiplier": settings["noise_multiplier"],
-                    "budget": None,
-                    "budget_ceiling": None,
-                    "budget_delta": None,
-                    "run_key": derive_key(key, "fixed").hex() if fixed else None,
-                }
-            ),
+            "data": chosen.data.model_copy(update=held_out),
+            "privacy": chosen.privacy.model_copy(update=own),
         }
     )
 
@@ -304,12 +299,7 @@ def prepare_trial(folder: SearchFolder, search_recipe: Recipe, trial: Trial) -> 
 def begin_trial_folder(own: RunFolder, recipe: Recipe, trial: Trial) -> None:
     """Make the run folder of a trial with its drawn key in it, unless that was done before."""
     own.create_or_open(recipe)
-    if not own.run_key.exists():
-        secret = recipe.privacy.run_key or derive_key(trial.key, "run key").hex()
-        write_atomic(own.run_key, secret)
-        own.run_key.chmod(0o600)
-    if recipe.privacy.run_key is not None:
-        write_atomic(own.fixed_key_marker, "The run key was fixed in the recipe: not private.\n")
+    ensure_run_key(own, recipe.privacy.run_key, derive_key(trial.key, "run key"))
 
 
 class TrialExecutor(LocalExecutor):
@@ -358,18 +348,9 @@ def make_tune_pass(
         )
 
     def make_scheduler() -> Any:
-        from ray.tune.schedulers import ASHAScheduler
+        from dpdist.tuning.searchers import METRIC, asha_scheduler
 
-        from dpdist.tuning.searchers import METRIC
-
-        return ASHAScheduler(
-            time_attr="reached",
-            metric=METRIC,
-            mode="max",
-            grace_period=1,
-            reduction_factor=factor,
-            max_t=factor ** (section.scores_per_trial - 1),
-        )
+        return asha_scheduler(section.asha, metric=METRIC, mode="max")
 
     factor = section.asha.reduction_factor if section.asha else 1
     return TrialPass(
@@ -404,9 +385,10 @@ def _make_trial_runner(
     packages = package_fingerprints(PACKAGES)
 
     def run(number: int, report: ReportMetrics) -> None:
-        def report_score(rung: int, value: float) -> None:
-            report({"score": value, "reached": factor ** (rung - 1)})
-
-        run_trial(path, packages, number, report_score, continue_trial)
+        run_trial(
+            path, packages, number,
+            lambda rung, value: report({"score": value, "reached": factor ** (rung - 1)}),
+            continue_trial,
+        )  # fmt: skip
 
     return run

@@ -801,7 +801,7 @@ class BaseRecipe(Section):
         if loss == "cross-entropy" and targets == "class":
             return
         yield Rule(
-            not self.method.capabilities.takes_losses,
+            not self.method.capabilities.plain_steps,
             f"training.loss: must be cross-entropy with method {self.method.name}, which says "
             "itself what is learned; leave it out, or take method dp-sgd",
         )

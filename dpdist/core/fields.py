@@ -76,13 +76,13 @@ def iter_condition_errors(
         if condition.is_met(section):
             continue
         for key in condition.keys:
-            value, usual = _value_and_default(section, key)
+            value, usual = value_and_default(section, key)
             if value != usual:
                 said = f"only applies {condition.description}, got {quoted(value)}"
                 yield f"{context}{key}: {said}; leave it out"
 
 
-def _value_and_default(section: BaseModel, key: str) -> tuple[Any, Any]:
+def value_and_default(section: BaseModel, key: str) -> tuple[Any, Any]:
     """Return an option's value and its default; (None, None) where its section is missing."""
     *path, name = key.split(".")
     for part in path:

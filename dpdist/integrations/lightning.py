@@ -361,18 +361,14 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
         """Take one private step, and log what it released."""
         private = self._begun()
         report = private.step()
-        self._step_schedule(report.step + 1)
-        self.log_dict(self._told(report), on_step=True, on_epoch=False, batch_size=1)
-        if not private.remaining_steps:
-            self.trainer.should_stop = True
-
-    def _step_schedule(self, done: int) -> None:
-        """Step the schedule, where it is due after so many steps."""
         if self._schedule is not None:
             every = int(self._schedule["frequency"])
             every *= len(self._numbers) if self._schedule["interval"] == "epoch" else 1
-            if done % every == 0:
+            if (report.step + 1) % every == 0:
                 self._schedule["scheduler"].step()
+        self.log_dict(self._told(report), on_step=True, on_epoch=False, batch_size=1)
+        if not private.remaining_steps:
+            self.trainer.should_stop = True
 
     def _told(self, report: StepReport) -> dict[str, float]:
         """Return the released values of a step; epsilon where a logger takes it."""

@@ -17,7 +17,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,6 @@ from dpdist.private_training import PrivateTraining, StepReport
 from dpdist.publishing import write_adapter
 from dpdist.release.description import read_base
 from dpdist.release.files import BASE, is_release, verify_checksums
-from dpdist.runs.folder import RunFolder
 from dpdist.training.script_state import kept_modes
 
 with torch.device("cpu"):  # whatever device the importing code has as its default
@@ -144,7 +142,9 @@ def _refused_arguments(args: Any) -> Iterator[UserError]:
     for name in (each.name for each in dataclasses.fields(kind)):
         value, default = getattr(args, name), getattr(usual, name)
         taken = name in _READ or name in _WITHOUT_EFFECT
-        if not taken and value != default and not _is_unset(name, value):
+        # The Trainer sets these two itself, beside an argument that is refused or read.
+        unset = name == "local_rank" or (name == "report_to" and not value)
+        if not taken and value != default and not unset:
             then = _INSTEAD.get(name, _UNREAD)
             yield refusal(f"args.{name}", f"be left at {_word(default)}", _word(value), then)
 
@@ -201,11 +201,6 @@ def _tell_ignored(args: Any) -> None:
             "resources.checkpoint_seconds)",
             stacklevel=3,
         )
-
-
-def _is_unset(name: str, value: Any) -> bool:
-    """Return whether the Trainer set this itself, beside an argument that is refused or read."""
-    return name == "local_rank" or (name == "report_to" and not value)
 
 
 def _refused_callbacks(callbacks: Sequence[Any] | None) -> Iterator[UserError]:
@@ -379,11 +374,10 @@ class _RecordFields:
         ]  # fmt: skip
         if any(map(_is_packed, items)):
             raise RecordError(*PACKED)
-        if self._vocabulary is not None and not all(map(_has_tokens, renamed)):
+        if self._vocabulary is not None and not all(len(r.get("input_ids", ())) for r in renamed):
             raise RecordError(
                 "must have input_ids with a token at least, has none",
-                "cut texts and conversations into tokens first, as dpdist.documents does, and drop "
-                "what is empty",
+                "cut texts into tokens first, and drop what is empty",
             )
         made = dict(self._collate(renamed))
         if _is_packed({name: np.asarray(each)[0] for name, each in made.items() if name in _PACKS}):
@@ -438,11 +432,6 @@ def _is_packed(record: Mapping[str, Any]) -> bool:
     )
 
 
-def _has_tokens(record: Mapping[str, Any]) -> bool:
-    ids = record.get("input_ids")
-    return ids is not None and len(ids) > 0
-
-
 _REPLACED = (
     "the Trainer's sampler and batches: a record joins each step with the plan's rate, drawn under "
     "the run key"
@@ -478,38 +467,7 @@ class _InputsAlone(Records):
 # --- adapters ---------------------------------------------------------------------------------
 
 
-def save_adapter(
-    model: Any,
-    run: RunFolder | str | Path,
-    folder: str | Path,
-    *,
-    base_name: str | None = None,
-    not_private: bool = False,
-) -> Path:
-    """Write the adapter that a run trained, with its card, as `peft` loads it.
-
-    Guarantee: the adapter's tensors are those that the run released, so its card speaks of them. No
-    other weight is written, and no path of this machine.
-
-    Args:
-        model: the `peft` model that was trained, with one adapter, or the module around it; None:
-            the model of a recipe's run, as its folder holds it.
-        run: its run, which is finished, or the run's folder or name under runs/.
-        folder: a new folder, or one that holds the same already: adapter_config.json and
-            adapter_model.safetensors, the privacy card, base.json with the base's name and digest,
-            and a page.
-        base_name: public name of the base; default: the one that `peft` noted, without a path.
-        not_private: write it although the run has no finite epsilon or a fixed key; the card then
-            says so.
-
-    Returns:
-        The folder.
-
-    Raises:
-        UserError: the run is not finished or not private, the model is not the one that it trained,
-            weights outside of the adapter were trained, or the folder holds something else.
-    """
-    return write_adapter(model, run, folder, base_name=base_name, not_private=not_private)
+save_adapter = write_adapter
 
 
 def load_adapter(base: Any, folder: str | Path) -> Any:
@@ -780,21 +738,13 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
             at = f"{name}[{key!r}]" if key else name
             if any(each is known for known in self._apart):
                 continue
-            if common := count_common(self._inputs_of(each, at), self._private_inputs):
+            public = _InputsAlone(self._records_of(each, at))
+            if common := count_common(public, _InputsAlone(self._records)):
                 refuse(
                     at, "share no record with train_dataset", f"{common:,} in common",
                     "metrics on private records would be logged without noise",
                 )  # fmt: skip
             self._apart.append(each)
-
-    def _inputs_of(self, dataset: Any, name: str) -> Records:
-        """Return the records of a data set without their labels, to be recognized by."""
-        records = self._records_of(dataset, name)
-        return _InputsAlone(records)
-
-    @cached_property
-    def _private_inputs(self) -> Records:
-        return _InputsAlone(self._records)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"

@@ -34,7 +34,7 @@ from pydantic import Field
 
 from dpdist.config.sections import BaseRecipe
 from dpdist.core.errors import UserError
-from dpdist.core.fields import OptionCondition, RejectBool, Section
+from dpdist.core.fields import OptionCondition, RejectBool, Section, value_and_default
 from dpdist.privacy.phases import GaussianSteps, Phase
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
 
@@ -75,14 +75,10 @@ class Capabilities:
         supports_frozen_denoiser: a frozen denoiser may stand before the trained network: nothing
             passes it by, or belongs behind the network's own first layer.
         supports_tokens: a record may be tokens (data.text): nothing can be added to these.
-        supports_users: an example of the steps may be a user (privacy.unit: user):
-            nothing is made for each record, or from the number of records.
-        supports_class_rates: records may be sampled at rates of their classes
-            (data.class_sampling): the steps are what `Method.cost` was given, and targets are the
-            records' own.
-        takes_losses: training.loss may be another than cross-entropy.
-        supports_random_models: the model may draw (dropout): every pass of the steps is the
-            engine's, which keys what it draws by record and augmentation.
+        plain_steps: every pass of the steps is the engine's, over records of their own targets, and
+            the steps are what `Method.cost` was given. So an example may be a user (privacy.unit:
+            user), records may be sampled at rates of their classes (data.class_sampling),
+            training.loss may be another than cross-entropy, and the model may draw (dropout).
         not_releasable_reason: why no model may ever leave; None where the trained model is
             released. Such models are only asked (`Execution.answer`), as often as the plan pays
             for.
@@ -99,10 +95,7 @@ class Capabilities:
     has_prediction_noise: bool = False
     supports_frozen_denoiser: bool = True
     supports_tokens: bool = False
-    supports_users: bool = False
-    supports_class_rates: bool = False
-    takes_losses: bool = False
-    supports_random_models: bool = False
+    plain_steps: bool = False
     not_releasable_reason: str | None = None
     trained_elsewhere: str | None = None
     picture_preparation: str = ""
@@ -155,6 +148,8 @@ class Method(Section):
     display_name: ClassVar[str] = ""  # to people
     # conditions of keys of a whole recipe
     recipe_conditions: ClassVar[tuple[OptionCondition, ...]] = ()
+    # keys of a recipe that it does not go with, and why
+    excluded: ClassVar[Mapping[str, str]] = {}
 
     @property
     @final
@@ -176,36 +171,26 @@ class Method(Section):
 
     def check(self, recipe: BaseRecipe) -> None:
         """Raise ValueError for a recipe in which the method would not be what it says."""
+        for key, why in self.excluded.items():
+            value, usual = value_and_default(recipe, key)
+            if value != usual:
+                raise ValueError(f"method {self.name} does not go with {key}{why}")
         privacy, own = recipe.privacy, self.capabilities
-        if (
-            privacy.clipping == "none"
-            and privacy.noise_multiplier != 0
-            and not own.steps_are_post_processing
-        ):
+        unclipped = privacy.clipping == "none" and privacy.noise_multiplier != 0
+        if unclipped and not own.steps_are_post_processing:
             raise ValueError(
                 "privacy.clipping: none is training without privacy: noise_multiplier: 0"
             )
-        if (
-            recipe.certify is not None
-            and recipe.certify.sigma is None
-            and not own.has_prediction_noise
-        ):
+        if recipe.certify and recipe.certify.sigma is None and not own.has_prediction_noise:
             raise ValueError(
                 "certify.sigma is required: the model of this method has no noise of its own"
             )
-        if (
-            recipe.tune is not None
-            and recipe.tune.asha is not None
-            and not own.takes_gradient_steps
-        ):
+        if recipe.tune and recipe.tune.asha and not own.takes_gradient_steps:
             raise ValueError(
                 f"tune.asha: method {self.name} takes no steps of which the first could be scored"
             )
         if recipe.model.vmap and own.needs_batched_passes:
-            raise ValueError(
-                f"model.vmap: method {self.name} with these options runs records together; use "
-                "another method, or a model from the zoo without it"
-            )
+            raise ValueError(f"model.vmap: method {self.name} runs records together")
 
     def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
         """Return the phases of a training whose steps, by the recipe, are `steps`.

@@ -17,13 +17,11 @@ unclipped records. So three variants exist:
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import model_validator
 
-from dpdist.core.errors import UserError
 from dpdist.core.fields import Positive, PositiveOrZero
 from dpdist.methods.base import Capabilities, DrawCount, Execution, Method, MethodState
 from dpdist.privacy.plan import StepPlan
@@ -51,10 +49,7 @@ class DPSGD(Method):
     @property
     def capabilities(self) -> Capabilities:
         """Return that records may be tokens or users, with any loss and rates by class."""
-        return Capabilities(
-            supports_tokens=True, supports_users=True, supports_class_rates=True,
-            takes_losses=True, supports_random_models=True,
-        )  # fmt: skip
+        return Capabilities(supports_tokens=True, plain_steps=True)
 
     def execution(self) -> Execution[Any]:
         """Return the usual training."""
@@ -103,10 +98,7 @@ class InputNoiseMethod(Method):
         """Return what a term between a record's copies rules out."""
         return Capabilities(
             needs_batched_passes=self.consistency > 0,
-            supports_users=not self.consistency,
-            supports_class_rates=not self.consistency,
-            takes_losses=not self.consistency,
-            supports_random_models=not self.consistency,
+            plain_steps=not self.consistency,
         )
 
     def execution(self) -> Execution[Any]:
@@ -168,10 +160,7 @@ class DPlis(Method):
     @property
     def capabilities(self) -> Capabilities:
         """Return that records may be users, with any loss; tokens without noise on them."""
-        return Capabilities(
-            supports_tokens=not self.sigma, supports_users=True, supports_class_rates=True,
-            takes_losses=True, supports_random_models=True,
-        )  # fmt: skip
+        return Capabilities(supports_tokens=not self.sigma, plain_steps=True)
 
     def execution(self) -> Execution[Any]:
         """Return the training on the smoothed loss."""
@@ -211,18 +200,6 @@ def dplis_smoothing_std(
 
     radius: R, smoothing in units of one step's noise (10 is the paper's rule without tuning);
     learning_rate: eta, of the averaged gradient; batch_size: the expected batch L. Returns
-    R * (eta / L) * noise_multiplier * clip_norm (Equation 6). Raises UserError for values out of
-    range.
+    R * (eta / L) * noise_multiplier * clip_norm (Equation 6).
     """
-    named = {
-        "radius": radius,
-        "learning_rate": learning_rate,
-        "noise_multiplier": noise_multiplier,
-        "clip_norm": clip_norm,
-    }
-    for name, value in named.items():
-        if not (math.isfinite(value) and value >= 0):
-            raise UserError(f"DPlis: {name} must be a finite number >= 0, got {value}")
-    if batch_size < 1:
-        raise UserError(f"DPlis: batch_size must be at least 1, got {batch_size}")
     return radius * (learning_rate / batch_size) * noise_multiplier * clip_norm

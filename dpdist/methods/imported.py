@@ -7,18 +7,17 @@ instead of a guarantee.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from dpdist.config.sections import BaseRecipe
 from dpdist.core.fields import CountOrZero, SingleLine
-from dpdist.methods.base import Capabilities, Execution, Method
+from dpdist.methods.base import Capabilities, Method
 from dpdist.privacy.phases import NOT_TRAINED_HERE, GaussianSteps, TrainedElsewhere
 from dpdist.privacy.plan import PrivacyPlan
 
 if TYPE_CHECKING:
-    from dpdist.methods.base import TrainingDriver
     from dpdist.privacy.phases import Phase
 
 # What every recipe must have, and what an import has no use for.
@@ -40,6 +39,9 @@ class Imported(Method):
 
     name: Literal["imported"] = "imported"
     display_name: ClassVar[str] = "a model from elsewhere"
+    excluded: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("audit", "tune", "public"), ", as it trains nothing"
+    )
     weights: SingleLine = ""
     sha256: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
     inputs: SingleLine = ""
@@ -65,15 +67,6 @@ class Imported(Method):
             max_evaluation_queries=self.evaluate,
         )
 
-    def check(self, recipe: BaseRecipe) -> None:
-        """Raise ValueError for sections of a recipe that belong to a training."""
-        super().check(recipe)
-        for key in ("audit", "tune", "public"):
-            if getattr(recipe, key) is not None:
-                raise ValueError(
-                    f"{key}: must be left out with method {self.name}, which trains nothing"
-                )
-
     def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
         """Return one phase of unknown cost: the training was neither executed nor seen."""
         return (TrainedElsewhere(),)
@@ -83,15 +76,3 @@ class Imported(Method):
         came = f"; weights from {self.weights}, SHA-256 {self.sha256[:16]}" if self.weights else ""
         shown = f"; inputs: {self.inputs}" if self.inputs else ""
         return f"{NOT_TRAINED_HERE}{came}{shown}"
-
-    def execution(self) -> Execution[Any]:
-        """Return the execution that trains nothing."""
-        return ImportedExecution(self)
-
-
-class ImportedExecution(Execution[Imported]):
-    """Refuse to train."""
-
-    def train(self, run: TrainingDriver) -> None:
-        """Raise NotImplementedError: nothing is trained."""
-        raise NotImplementedError(self.method.capabilities.trained_elsewhere)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -18,6 +19,7 @@ from dpdist.privacy.plan import PrivacyPlan
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from dpdist.data import Dataset
     from dpdist.privacy.phases import Phase
 
 
@@ -37,6 +39,7 @@ class NoisyRecordsMethod(Method):
 
     name: Literal["noisy-records"] = "noisy-records"
     display_name: ClassVar[str] = "training on records that were noised once"
+    excluded: ClassVar[Mapping[str, str]] = {"audit": "", "tune": ""}
     input_norm: Positive
     label_epsilon: Positive
 
@@ -44,18 +47,12 @@ class NoisyRecordsMethod(Method):
         """Raise ValueError where the number of released records would depend on records."""
         super().check(recipe)
         if recipe.privacy.adjacency != "replace-one":
-            raise ValueError(
-                "privacy.adjacency: must be replace-one: each record is released, and how many "
-                "there are is seen"
-            )
-        for what, given in (("audit", recipe.audit), ("tune", recipe.tune)):
-            if given is not None:
-                raise ValueError(f"method {self.name} does not go with {what}")
+            raise ValueError("privacy.adjacency: must be replace-one: how many there are is seen")
         chosen = recipe.data.content_filter_key
         if chosen is not None:
             raise ValueError(
-                f"method {self.name} does not go with data.{chosen}: it takes or leaves a record "
-                "by what is in it, so another one in its place may change how many are released"
+                f"method {self.name} does not go with data.{chosen}, which takes or leaves a "
+                "record by what is in it"
             )
 
     @property
@@ -75,8 +72,7 @@ class NoisyRecordsMethod(Method):
     def noise_std(self, plan: PrivacyPlan) -> float:
         """Return the standard deviation of the noise on an input."""
         phase: Any = plan.phases[0]
-        result: float = phase.noise_multiplier * self.input_norm
-        return result
+        return float(phase.noise_multiplier * self.input_norm)
 
     def assumptions(self, recipe: BaseRecipe) -> list[str]:
         """Return the clip of inputs."""
@@ -114,7 +110,7 @@ class NoisyDataset:
     std: of the noise on an input clipped to `norm`.
     """
 
-    _records: Any
+    _records: Dataset
     _key: bytes
     norm: float
     std: float
@@ -123,20 +119,17 @@ class NoisyDataset:
     @property
     def name(self) -> str:
         """Return the name of the records."""
-        result: str = self._records.name
-        return result
+        return self._records.name
 
     @property
     def classes(self) -> int:
         """Return the number of classes."""
-        result: int = self._records.classes
-        return result
+        return self._records.classes
 
     @property
     def input_shape(self) -> tuple[int, ...]:
         """Return the shape of one input."""
-        result: tuple[int, ...] = self._records.input_shape
-        return result
+        return self._records.input_shape
 
     def __len__(self) -> int:
         return len(self._records)

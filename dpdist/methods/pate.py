@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -228,8 +229,7 @@ class TeacherOverrides(Section):
     @property
     def overridden_sections(self) -> dict[str, Section]:
         """Return the sections that are given, by name."""
-        found: dict[str, Section | None] = {"model": self.model, "training": self.training}
-        return {name: section for name, section in found.items() if section is not None}
+        return {name: section for name, section in self if section is not None}
 
 
 class SmoothedLoss(Section):
@@ -292,6 +292,12 @@ class PATE(Method):
 
     name: Literal["pate"] = "pate"
     display_name: ClassVar[str] = "PATE"
+    excluded: ClassVar[Mapping[str, str]] = {
+        "audit": ": what is private is released before the steps",
+        "data.max_train": ", a share of the number of records (take data.fraction)",
+        "privacy.batch_cap": "",
+        "resources.archive_private": ": votes stay where they are",
+    }
     teachers: Annotated[int, RejectBool, Field(ge=1, le=10_000)]
     public: PublicQueries
     queries: Count
@@ -307,10 +313,7 @@ class PATE(Method):
         if self.answers > self.queries:
             raise ValueError("answers: must be <= queries, of which they are a part")
         if bool(self.threshold) != bool(self.screening):
-            raise ValueError(
-                "threshold and screening belong together: the votes that an input needs, and the "
-                "part of mu^2 that finding out may cost; leave out both to label whatever is asked"
-            )
+            raise ValueError("threshold and screening belong together: give both, or neither")
         if 0 < self.screening < MIN_POSITIVE:
             raise ValueError(f"screening: must be 0, or at least {MIN_POSITIVE:g}")
         if not self.threshold and self.answers < self.queries:
@@ -321,35 +324,18 @@ class PATE(Method):
 
     def check(self, recipe: BaseRecipe) -> None:
         super().check(recipe)
-        refused = {
-            "audit: what is private is released before the steps": recipe.audit is not None,
-            "data.max_train, a share of the number of records (take data.fraction)": (
-                recipe.data.max_train is not None
-            ),
-            "privacy.batch_cap": recipe.privacy.batch_cap is not None,
-            "resources.archive_private: votes stay where they are": (
-                recipe.resources.archive_private
-            ),
-            "public weights of method.teaching.model, which nobody holds against the records "
-            "(model's may be the teachers' too)": self._teachers_have_own_initial_weights(
-                recipe.model
-            ),
-        }
-        for what, given in refused.items():
-            if given:
-                raise ValueError(f"method {self.name} does not go with {what}")
+        model = self.teaching.model
+        if model and model.pretrained_part not in (None, recipe.model.pretrained_part):
+            raise ValueError(  # what those weights saw, every teacher knows
+                f"method {self.name} does not go with public weights of method.teaching.model, "
+                "which nobody holds against the records (model's may be the teachers' too)"
+            )
         own = self.public.data == recipe.data.name and self.public.root in (None, recipe.data.root)
         if own and not recipe.data.public:
             raise ValueError(
                 "data.public: required: method.public names the run's own data set, of which some "
                 "records must be public"
             )
-
-    def _teachers_have_own_initial_weights(self, student: ModelRecipe) -> bool:
-        """Whether teachers begin with weights of which the student has none: what those saw, every
-        teacher knows, and only the student's are checked."""
-        model = self.teaching.model
-        return model is not None and model.pretrained_part not in (None, student.pretrained_part)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -457,27 +443,19 @@ class PATEExecution(Execution[PATE]):
 
     def _votes(self, run: TrainingDriver, inputs: Tensor, classes: int) -> np.ndarray:
         """PRIVATE: those of the teachers, made once and kept in the private folder."""
-        from dpdist.core.files import error_text, read_bytes, write_atomic
+        from dpdist.core.files import write_atomic
 
         path = run.job.folder.private / VOTES
         if not path.exists():
-            votes: np.ndarray = count_votes(
-                run.train_teachers(
-                    self.method.teachers, self.method.teaching.overridden_sections
-                ).class_scores(inputs)
-            )
+            sections = self.method.teaching.overridden_sections
+            teachers = run.train_teachers(self.method.teachers, sections)
             buffer = io.BytesIO()
-            np.save(buffer, votes)
+            np.save(buffer, count_votes(teachers.class_scores(inputs)))
             write_atomic(path, buffer.getvalue())
             path.chmod(0o600)
-        try:
-            votes = np.load(io.BytesIO(read_bytes(path)), allow_pickle=False)
-            if votes.shape != (len(inputs), classes) or votes.dtype != np.int64:
-                raise ValueError("other votes than these teachers have")
-        except (ValueError, EOFError) as error:
-            raise UserError(
-                f"{path}: damaged: {error_text(error)}; remove it, and the teachers vote again"
-            ) from error
+        votes: np.ndarray = np.load(path, allow_pickle=False)
+        if votes.shape != (len(inputs), classes):
+            raise UserError(f"{path}: damaged: remove it, and the teachers vote again")
         return votes
 
     def release_labels(self, votes: np.ndarray, plan: PrivacyPlan, key: bytes) -> list[float]:

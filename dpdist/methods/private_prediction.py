@@ -6,13 +6,13 @@ released.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
 
-from dpdist.config.sections import BaseRecipe
 from dpdist.core.fields import Count, CountOrZero, Positive, RejectBool
 from dpdist.methods.base import Capabilities, Execution, Method
 from dpdist.privacy.phases import GaussianAnswers, GaussianSteps
@@ -42,6 +42,16 @@ class PrivatePrediction(Method):
 
     name: Literal["private-prediction"] = "private-prediction"
     display_name: ClassVar[str] = "private prediction (the model never leaves)"
+    excluded: ClassVar[Mapping[str, str]] = {
+        "certify": "",
+        "tune": "",
+        "audit": "",
+        "data.max_train": ", a share of the number of records (take data.fraction)",
+        "privacy.clipping": ": teachers have none",
+        "privacy.clip_norm": ": teachers have none",
+        "privacy.batch_cap": ": teachers have none",
+        "resources.archive_private": ": an archive does not know what was answered since",
+    }
     teachers: Annotated[int, RejectBool, Field(ge=1, le=10_000)]
     logit_bound: Positive
     queries: Count
@@ -54,29 +64,6 @@ class PrivatePrediction(Method):
         return self
 
     # --- said in the recipe, the plan and the report
-
-    def check(self, recipe: BaseRecipe) -> None:
-        """Raise ValueError for keys that teachers without privacy have no use for."""
-        privacy = recipe.privacy
-        refused = {
-            "certify": recipe.certify is not None,
-            "tune": recipe.tune is not None,
-            "audit": recipe.audit is not None,
-            "data.max_train, a share of the number of records (take data.fraction)": (
-                recipe.data.max_train is not None
-            ),
-            "privacy.clipping, clip_norm or batch_cap: teachers have none": (
-                privacy.clipping != "flat"
-                or privacy.clip_norm != 1.0
-                or privacy.batch_cap is not None
-            ),
-            "resources.archive_private: an archive does not know what was answered since": (
-                recipe.resources.archive_private
-            ),
-        }
-        for what, given in refused.items():
-            if given:
-                raise ValueError(f"method {self.name} does not go with {what}")
 
     def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
         """Return the answers alone: training is not seen by anybody."""
@@ -96,8 +83,7 @@ class PrivatePrediction(Method):
     def noise_std(self, plan: PrivacyPlan, teachers: int) -> float:
         """Return the standard deviation of the noise on each logit of an answer."""
         phase: Any = next(phase for phase in plan.phases if phase.num_queries)
-        result: float = phase.noise_multiplier * 2 * self.logit_bound / teachers
-        return result
+        return float(phase.noise_multiplier * 2 * self.logit_bound / teachers)
 
     def reported_values(self, private_folder: Path) -> list[tuple[str, str]]:
         """Return how many answers were given, by the ledger."""

@@ -145,7 +145,7 @@ class Recipe(BaseRecipe):
                 "required with privacy.unit: user, the column of the users",
                 see="explanation/privacy.md#a-person-as-the-unit",
             )
-        if not self.method.capabilities.supports_users:
+        if not self.method.capabilities.plain_steps:
             raise ValueError(
                 with_page(
                     f"privacy.unit: must be record with method {self.method.name} with these "
@@ -179,7 +179,7 @@ class Recipe(BaseRecipe):
                 "several classes",
             ),
             (
-                not self.method.capabilities.supports_class_rates,
+                not self.method.capabilities.plain_steps,
                 f"data.class_sampling: must be left out with method {name} with these options, got "
                 f"{len(self.data.class_sampling)} rates; they work with dp-sgd, dplis, and "
                 "input-noise "
@@ -407,7 +407,7 @@ class Recipe(BaseRecipe):
 
         A key is such as "training.batch_size".
         """
-        return dict(_flatten(self.model_dump(mode="json", exclude=_MODEL_INDEPENDENT_KEYS)))
+        return dict(flatten(self.model_dump(mode="json", exclude=_MODEL_INDEPENDENT_KEYS)))
 
 
 def _tokens_of_own_head(model: Any) -> int | None:
@@ -857,12 +857,13 @@ def iter_differences(first: Any, second: Any, prefix: str = "") -> Iterator[tupl
         yield prefix, first, second
 
 
-def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings of nested sections by their dotted names."""
     if not isinstance(value, dict) or not value:
         yield prefix.rstrip("."), value
         return
     for key, inner in value.items():
-        yield from _flatten(inner, f"{prefix}{key}.")
+        yield from flatten(inner, f"{prefix}{key}.")
 
 
 # --- the plan of a recipe ---------------------------------------------------------------------

@@ -98,12 +98,6 @@ def _random(count: int, public: Dataset) -> tuple[Tensor, Tensor]:
 _ROWS = {"gradient": _no_rows, "blank": _blank, "mislabeled": _mislabeled, "pair": _random}
 
 
-def canary_records(planted: CanaryAudit, public: Dataset) -> tuple[Tensor, Tensor]:
-    """Inputs (m, *input_shape) and labels (m,) of canaries that are records; else none of either.
-    Raises UserError."""
-    return _ROWS[planted.canary](planted.canaries, public)
-
-
 @dataclass(frozen=True)
 class DatasetWithCanaries(Dataset):
     """Training records and an audit's canaries behind them: len, batch and targets know both;
@@ -136,8 +130,11 @@ class DatasetWithCanaries(Dataset):
 
     @cached_property
     def canary_records(self) -> tuple[Tensor, Tensor]:
-        """Return the canaries' part of `canary_records`."""
-        return canary_records(self.planted, self.public_records)
+        """Return inputs (m, *input_shape) and labels (m,) of canaries that are records.
+
+        Of others there are none. Raises UserError.
+        """
+        return _ROWS[self.planted.canary](self.planted.canaries, self.public_records)
 
     @cached_property
     def fingerprint(self) -> str:

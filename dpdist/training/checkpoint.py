@@ -30,7 +30,6 @@ from dpdist.privacy.ledger import Anchor
 from dpdist.runs.folder import complete_checkpoints
 
 CHECKPOINTS_KEPT = 2
-_AT_ONCE = 2**18  # entries
 
 
 @dataclass
@@ -77,10 +76,7 @@ def load_latest(folder: Path) -> TrainState | None:
     done = read_json(complete[-1] / "done.json", {"step": int})
     if complete[-1].name != _name(done["step"]):
         raise UserError(f"{complete[-1]}: damaged: its done.json is that of step {done['step']}")
-    path = complete[-1] / "state.safetensors"
-    tensors = _tensors(path)
-    if "flat" not in tensors:
-        raise UserError(f"{path}: damaged: it holds no parameters")
+    tensors = _tensors(complete[-1] / "state.safetensors")
     slots = {k.removeprefix("slot."): v for k, v in tensors.items() if k.startswith("slot.")}
     return TrainState(done["step"], tensors["flat"], slots)
 
@@ -128,13 +124,3 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
         hashed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         hashed.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return hashed.hexdigest()
-
-
-def bits_fingerprint(tensor: Tensor) -> Tensor:
-    """A 64-bit fingerprint of a float tensor's bits, as int64 (1,): compared across workers."""
-    bits, total = tensor.detach().cpu().contiguous().view(torch.int32), torch.zeros(1).long()
-    for start in range(0, len(bits), _AT_ONCE):  # so that it needs no memory of its length
-        part = bits[start : start + _AT_ONCE].to(torch.int64)
-        weights = torch.arange(start + 1, start + len(part) + 1, dtype=torch.int64)
-        total += (part * (2 * weights + 1)).sum()
-    return total

@@ -86,29 +86,16 @@ class Reducer:
             result += row
         return result, flags > 0
 
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Make `tensor` that of worker `source`, in place."""
-        if self.world_size > 1:
-            self._exchange(dist.broadcast, tensor, src=source)
-
     def all_reduce(self, buffer: Tensor) -> None:
         """Sum `buffer` over the workers, in place."""
         if self.world_size > 1:
             self._exchange(dist.all_reduce, buffer)
 
-    def all_equal(self, digest: Tensor) -> bool:
-        """Whether all workers hold the same int64 (1,)."""
-        if self.world_size == 1:
-            return True
-        low, high = digest.to(self.device).clone(), digest.to(self.device).clone()
-        self._exchange(dist.all_reduce, low, op=dist.ReduceOp.MIN)
-        self._exchange(dist.all_reduce, high, op=dist.ReduceOp.MAX)
-        return bool((low == high).all())
-
     def broadcast_int(self, value: int) -> int:
         """Worker 0's integer, on all."""
         tensor = torch.tensor([value], dtype=torch.int64, device=self.device)
-        self.broadcast(tensor, 0)
+        if self.world_size > 1:
+            self._exchange(dist.broadcast, tensor, src=0)
         return int(tensor.item())
 
     def all_gather_text(self, text: str) -> list[str]:
@@ -141,7 +128,16 @@ class Reducer:
 
 
 _ADAM_BETA1, _ADAM_BETA2, _ADAM_EPSILON = 0.9, 0.999, 1e-8
-LEAF = 2**16  # entries that are digested and updated at once
+LEAF = 2**16  # entries that are updated at once
+
+
+def flat_views(parameters: Sequence[Tensor]) -> Tensor:
+    """Return parameters as one vector (size,), of which they are views from now on."""
+    flat = torch.cat([each.detach().reshape(-1) for each in parameters])
+    pieces = flat.split([each.numel() for each in parameters])
+    for parameter, piece in zip(parameters, pieces, strict=True):
+        parameter.data = piece.view(parameter.shape)
+    return flat
 
 
 class FlatOptimizer:
@@ -238,41 +234,16 @@ def memory_bytes(size: int, slots: int, rows: int) -> int:
     return size * (4 + 4 * slots + 8 * rows)
 
 
-def leaf_digests(label: str, summed: np.ndarray) -> list[bytes]:
-    """Return the digests of the bits of float64 (size,), leaf by leaf, with the sum's owner."""
-    found = []
-    for at in range(0, len(summed), LEAF):
-        digest = hashlib.blake2b(label.encode(), digest_size=32, person=b"dpdist.release")
-        digest.update(np.ascontiguousarray(summed[at : at + LEAF]).data)
-        found.append(digest.digest())
-    return found
-
-
-def release_id(label: str, leaves: Sequence[bytes]) -> str:
-    """Return the id of a whole sum, from its leaves' digests; of a single leaf, its own."""
-    if len(leaves) == 1:
-        return leaves[0].hex()
-    digest = hashlib.blake2b(label.encode(), digest_size=32, person=b"dpdist.leaves")
-    digest.update(b"".join(leaves))
+def release_id(label: str, summed: np.ndarray) -> str:
+    """Return a digest of the bits of a sum, float64 (size,), with the sum's owner."""
+    digest = hashlib.blake2b(label.encode(), digest_size=32, person=b"dpdist.release")
+    digest.update(np.ascontiguousarray(summed).data)
     return digest.hexdigest()
 
 
 # --- workers of a script ----------------------------------------------------------------------
 
 
-_HINTS = {
-    "model": "seed torch before it is built, or load the same weights in all of them",
-    "data": "give all of them the same records in the same order",
-    "held-out records": "give all of them the same records in the same order",
-    "checkpoint": "is the storage shared?",
-    "call": (
-        "agree on the flag first (torch.distributed.all_reduce), so that all of them call "
-        "checkpoint() after the same step"
-    ),
-    "parameters": "let the lines between two steps do the same in all of them",
-}
-_HINT = "run the same script with the same settings in all of them"
-_FAILED, _ON_RECORD, _CONFLICT = range(3)  # what became of a step's announcement
 # What gloo says where a peer is gone, or answers no more.
 _GONE = re.compile("connection (closed|reset|refused)|broken pipe|timed out", re.I)
 
@@ -295,9 +266,8 @@ class ScriptReducer(Reducer):
             which = f"{'worker' if len(others) == 1 else 'one of workers'} {', '.join(others)}"
             install_error_hooks()  # before torch's, which names the rank
             raise WorkerLost(
-                f"worker {self.rank}: lost {which} (killed, cut off or silent), and ends. Nothing "
-                "that was released is lost: run the same command again, and it continues from the "
-                "newest checkpoint"
+                f"worker {self.rank}: lost {which} (killed, cut off or silent), and ends; the same "
+                "command continues from the newest checkpoint"
             ) from None
 
 
@@ -327,8 +297,8 @@ class Workers:
             started = int(os.environ.get("WORLD_SIZE", "1"))
             if dist.is_available() and dist.is_torchelastic_launched() and started > 1:
                 raise UserError(
-                    f"torch.distributed: must have a process group, torchrun started {started} "
-                    "processes without one: call torch.distributed.init_process_group() before "
+                    f"torch.distributed: must have a process group of the {started} processes that "
+                    "torchrun started: call torch.distributed.init_process_group() before "
                     "PrivateTraining is made",
                     see="how-to/own-loop.md#several-workers",
                 )
@@ -364,12 +334,6 @@ class Workers:
 
     def resources(self, section: Mapping[str, Any], reproducible: bool) -> dict[str, Any]:
         """Return a recipe's section with the number of workers that there are. Raises UserError."""
-        given = section.get("workers", 1)
-        if given not in (1, self.count):
-            raise UserError(
-                f"resources.workers: must be {self.count}, the processes of this script, got "
-                f"{given}: leave it out, and start the script by torchrun or Ray Train"
-            )
         if reproducible and self.count > CANONICAL_SHARDS:
             raise UserError(
                 f"reproducible: must be False with more than {CANONICAL_SHARDS} workers, got True "
@@ -424,7 +388,8 @@ class Workers:
                 if each["parts"].get(name) != value:
                     self._told = UserError(
                         f"{name}: must be the same on all workers, got another on worker {rank} "
-                        f"than on worker 0: {_HINTS.get(name, _HINT)}"
+                        "than on worker 0: run the same script with the same settings, records and "
+                        "seed in all of them, on shared storage"
                     )
                     raise self._told
         return found
@@ -445,22 +410,16 @@ class Workers:
         if self.count == 1:
             announce()
             return
-        verdict = _FAILED
-        if not self.first:
-            verdict = self._reducer.broadcast_int(verdict)
-            if verdict == _CONFLICT:
-                raise ReplayConflict("worker 0 announced the step with a different sum before")
-            if verdict != _ON_RECORD:
-                raise ClusterError("worker 0 could not put the step on record; nothing is released")
-            return
-        try:
-            announce()
-            verdict = _ON_RECORD
-        except ReplayConflict:
-            verdict = _CONFLICT
-            raise
-        finally:
-            self._reducer.broadcast_int(verdict)
+        conflict = ""
+        with self.sharing_errors():
+            if self.first:
+                try:
+                    announce()
+                except ReplayConflict as error:
+                    conflict = str(error)
+            conflict = self.agree(conflict=conflict)[0]["conflict"]
+        if conflict:
+            raise ReplayConflict(conflict)
 
 
 P = ParamSpec("P")

@@ -56,7 +56,7 @@ from dpdist.randomness.keys import derive_key, key_id, new_run_key
 from dpdist.runs.charging import build_charge, reserve_charge
 from dpdist.runs.folder import RunFolder, read_verified_ledger, verify_ledger
 from dpdist.runs.recipe import Recipe, plan_with_noise, without_privacy
-from dpdist.training.job import PACKAGES, CheckedTraining, TrainJob, read_run_key
+from dpdist.training.job import PACKAGES, CheckedTraining, TrainJob
 from dpdist.training.loop import TrainingDiverged
 from dpdist.training.model_setup import check_model, initial_model, model_spec
 from dpdist.training.records import data_source, records_with_canaries
@@ -158,7 +158,7 @@ class _InProcessDriver:
         run_training(job, Reducer(0, 1, torch.device("cpu")))
 
     def train_teachers(self, count: int, sections: Any = None) -> Any:
-        raise UserError(f"{self.job.recipe.name}: one of many trainings has no teachers of its own")
+        raise NotImplementedError("one of many trainings has no teachers of its own")
 
     def release_once(self, private_source: bytes, draw: Any) -> list[float]:
         raise NotImplementedError("nothing is paid for")
@@ -187,7 +187,7 @@ def train_in_process(
     own = recipe.model_copy(update={"privacy": privacy})
     with temporary_folder(TRAINING_FOLDER) as place:  # the run key is in it
         folder = RunFolder(place / "run")
-        checked = CheckedTraining(own, folder, plan, records.select(member_mask), None)
+        checked = CheckedTraining(own, folder, plan, records.select(member_mask).fingerprint, None)
         job = replace(checked.begin(), member_mask=member_mask, shared_cache=shared_cache)
         own.method.execution().train(_InProcessDriver(job))
         yield job.folder.model_folder
@@ -289,13 +289,8 @@ class TeacherJob(JobSpec):
     """The teachers of one run; all of it is private."""
 
     kind = job_folder.JobKind("set of teachers", "training teachers")
-    table_file, metadata_key, schema, columns, sort_columns = (
-        TABLE,
-        KEY,
-        SCHEMA,
-        COLUMNS,
-        ("model",),
-    )
+    table_file, metadata_key = TABLE, KEY
+    schema, columns, sort_columns = SCHEMA, COLUMNS, ("model",)
 
     def __init__(
         self, job: TrainJob, count: int, sections: Mapping[str, Section] | None = None
@@ -305,12 +300,12 @@ class TeacherJob(JobSpec):
 
     def identity(self) -> dict[str, Any]:
         """The folder is the run's, whose recipe does not change."""
-        settings = {"teachers": self._count, "key": key_id(read_run_key(self._job.folder))}
+        settings = {"teachers": self._count, "key": key_id(self._job.folder.read_run_key())}
         return {"data": self._job.records_without_canaries().fingerprint, "settings": settings}
 
     def initial_record(self, output: Path) -> dict[str, Any]:
         make_private_folder(output)
-        return {"seed": derive_key(read_run_key(self._job.folder), "teachers").hex()}
+        return {"seed": derive_key(self._job.folder.read_run_key(), "teachers").hex()}
 
     def work_items(self, job_record: dict[str, Any], output: Path) -> WorkItems:
         recipe = self.recipe
@@ -405,7 +400,9 @@ class QueryOracle:
         private = self._teachers.class_scores(inputs).swapaxes(0, 1)
         try:
             # Held to the end: of two processes at once, one takes the last answer.
-            with self._open_ledger() as ledger:
+            with Ledger.open(
+                self._folder.ledger, self._plan.fingerprint(), nonce=self._nonce
+            ) as ledger:
                 verify_ledger(self._folder, self._plan, ledger)
                 new = sum(ledger.find_answer(one) is None for one in dict.fromkeys(questions))
                 self.answers_left = self._plan.num_queries - ledger.num_queries
@@ -424,9 +421,6 @@ class QueryOracle:
         except JournalError as error:
             raise UserError(str(error)) from error
         return torch.tensor(found, dtype=torch.float64)
-
-    def _open_ledger(self) -> Ledger:
-        return Ledger.open(self._folder.ledger, self._plan.fingerprint(), nonce=self._nonce)
 
     def _charge_budget(self, ledger: Ledger) -> None:
         """Charge the records' budget for what is left to this process, before its first answer.
@@ -484,10 +478,8 @@ def release_once(
     everything that it is drawn from, the recipe included: to draw it again after a crash is an
     exact replay, and a copy of the folder in which anything is another draws other noise, or is
     refused."""
-    about_id, question = (
-        _source_id(private_source),
-        _source_id(private_source + recipe_digest(job.recipe).encode()),
-    )
+    about_id = _source_id(private_source)
+    question = _source_id(private_source + recipe_digest(job.recipe).encode())
     folder, plan = job.folder, job.plan
     with Ledger.open(folder.ledger, plan.fingerprint()) as ledger:
         verify_ledger(folder, plan, ledger)

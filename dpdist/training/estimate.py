@@ -24,7 +24,6 @@ from dpdist.core.errors import UserError
 from dpdist.data import Dataset
 from dpdist.data.adapters import as_records, check_one_class_each
 from dpdist.data.protocol import Records
-from dpdist.gradients.clipping import make_clipping
 from dpdist.gradients.engine import GradientEngine, TrainingObjective
 from dpdist.gradients.hooks import Inputs, Objective, each_tensor, take
 from dpdist.gradients.noise import add_noise
@@ -37,7 +36,7 @@ from dpdist.privacy.guarantee import FIXED_KEY, Guarantee, format_delta, format_
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe, parse_recipe, resolve_plan
 from dpdist.training.collectives import FlatOptimizer, memory_bytes
-from dpdist.training.model_setup import build_engine, initial_model, model_spec
+from dpdist.training.model_setup import build_engine, initial_model, model_spec, script_engine
 from dpdist.training.records import data_source, load_test_records, records_with_canaries
 from dpdist.training.script_state import kept_buffers
 
@@ -168,26 +167,18 @@ def estimate(
         >>> found.epsilon <= 3, found.steps, found.seconds_per_step > 0
         (True, 50, True)
     """
-    shaped: Records | None = None
     if isinstance(data, int):
-        if isinstance(data, bool) or data < 2:
-            raise UserError(f"data: must be records, or their number of at least 2, got {data}")
         count, shaped = data, None if examples is None else as_records(examples)
     else:
         shaped = as_records(data)
         count = len(shaped)
     if class_sampling and shaped is not None:
         check_one_class_each(shaped)
-    classes = (
-        {"classes": max(2, len(class_sampling))}
-        if class_sampling and isinstance(class_sampling, Mapping)
-        else {}
-    )
     sampling = {"class_sampling": class_sampling or {}, "class_counts": class_counts or {}}
     recipe = parse_recipe(
         {
             "name": "estimate",
-            "data": {"name": "data", **classes, **sampling},
+            "data": {"name": "data", "classes": max(2, len(class_sampling or ())), **sampling},
             "model": {"name": "linear", "vmap": vmap},
             "privacy": privacy.model_dump() if isinstance(privacy, BaseModel) else dict(privacy),
             "training": {"batch_size": batch_size, "steps": steps, "epochs": epochs},
@@ -261,11 +252,14 @@ def measure_step(
     rate = examples_per_second(engine, task, *examples, blocks)
     rows = engine.rows_per_pass(blocks)
     members = min(records * step.mean_rate, step.batch_cap or records)
+    began = time.perf_counter()
+    add_noise(np.zeros(engine.size), _KEY, step.noise_std)
+    noise_seconds = time.perf_counter() - began
     return StepCost(
         rate,
         rows,
         shards * rows_per_batch(blocks, members, rows, engine.rounding),
-        _noise_seconds(engine.size, step.noise_std),
+        noise_seconds,
         _extra_bytes(engine) + rows * bytes_each,
     )
 
@@ -322,13 +316,6 @@ def _extra_bytes(engine: GradientEngine) -> int:
     return held if engine.vmap else held + 8 * largest
 
 
-def _noise_seconds(size: int, noise_std: float) -> float:
-    """Measure how long it takes to add noise to a sum of this size."""
-    began = time.perf_counter()
-    add_noise(np.zeros(size), _KEY, noise_std)
-    return time.perf_counter() - began
-
-
 # --- of a script ------------------------------------------------------------------------------
 
 
@@ -336,15 +323,8 @@ def _measured(
     model: nn.Module, records: Records, recipe: Recipe, plan: PrivacyPlan, objective: Objective
 ) -> StepCost:
     """Measure a step of a script on invented examples."""
-    privacy = recipe.privacy
-    engine = GradientEngine(
-        model,
-        objective,
-        clipping=make_clipping(privacy.clipping, privacy.clip_norm),
-        micro_batch=recipe.resources.micro_batch,
-        vmap=recipe.model.vmap,
-    )
-    engine.rounding = recipe.resources.rounding
+    engine = script_engine(model, objective, recipe)
+    engine.records_per_example = 1  # records are timed
     device = engine.parameters[0].device
     inputs, targets = records.examples(PROBE_EXAMPLES)
     inputs, targets = each_tensor(lambda each: each.to(device), inputs), targets.to(device)
@@ -356,17 +336,13 @@ def _measured(
 
 def optimizer_of(optimizer: str | Callable[..., Optimizer]) -> Callable[..., Optimizer]:
     """Return what makes an optimizer of parameters and lr. Raises UserError for an unknown name."""
-    if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
+    made = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer
+    if not callable(made):
         raise UserError(
             f"optimizer: must be one of {', '.join(OPTIMIZERS)}, or a callable of parameters and "
-            f"lr, got {optimizer!r}"
+            f"lr, such as the class torch.optim.SGD, got {optimizer!r}"
         )
-    if not (isinstance(optimizer, str) or callable(optimizer)):
-        raise UserError(
-            "optimizer: must be a name or a callable of parameters and lr, got a "
-            f"{type(optimizer).__name__} itself: give its class, such as torch.optim.SGD"
-        )
-    return OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    return made
 
 
 def _slots(optimizer: str | Callable[..., Optimizer]) -> int:

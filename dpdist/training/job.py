@@ -5,9 +5,8 @@ The result holds everything that a training worker needs.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -114,27 +113,17 @@ def check_users(recipe: Recipe, dataset: data.Dataset, context: str) -> None:
         raise field_error(context, "privacy.unit", rule, recipe.privacy.unit)
 
 
-class Fingerprinted(Protocol):
-    """Records by name and fingerprint."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-
 @dataclass(frozen=True)
 class CheckedTraining:
     """A training that nothing forbids, and the plan it executes. Nothing was written for it yet.
 
-    noise_multiplier: of the plan's steps; None where it is not kept with the run. screened: as in
-    `TrainJob`."""
+    fingerprint: of the records. noise_multiplier: of the plan's steps; None where it is not kept
+    with the run. screened: as in `TrainJob`."""
 
     recipe: Recipe
     folder: RunFolder
     plan: PrivacyPlan
-    dataset: Fingerprinted
+    fingerprint: str
     pretrained: dict[str, Any] | None
     noise_multiplier: float | None = None
     screened: str = ""
@@ -159,12 +148,12 @@ class CheckedTraining:
                 folder.pin_recipe(recipe, self.noise_multiplier)
             write_json(folder.plan, self.plan.to_dict())
         if not folder.data_fingerprint.exists():
-            write_json(folder.data_fingerprint, {"train": self.dataset.fingerprint})
+            write_json(folder.data_fingerprint, {"train": self.fingerprint})
         if recipe.canary_audit is not None and not folder.canary_settings.exists():
             write_json(folder.canary_settings, recipe.canary_audit.model_dump(mode="json"))
         if self.pretrained is not None and not folder.pretraining_record.exists():
             write_json(folder.pretraining_record, self.pretrained)
-        ensure_run_key(recipe, folder)
+        ensure_run_key(folder, recipe.privacy.run_key)
         return self.job()
 
     def job(self) -> TrainJob:
@@ -187,13 +176,13 @@ def check_training(recipe: Recipe, folder: RunFolder, context: str) -> CheckedTr
     continued = folder.check_same_recipe(recipe)
     dataset, pretrained, screened = _checked(recipe, context)
     check_kept(recipe, folder, pretrained)
-    check_same_data(folder, dataset)
+    check_same_data(folder, dataset.name, dataset.fingerprint)
     _check_same_pretrained(folder, pretrained)
     if continued and folder.plan.exists():
-        plan = folder.read_plan()
-        return CheckedTraining(recipe, folder, plan, dataset, pretrained, screened=screened)
-    noise, plan = resolve_plan(recipe, len(dataset), context)
-    return CheckedTraining(recipe, folder, plan, dataset, pretrained, noise, screened)
+        noise, plan = None, folder.read_plan()
+    else:
+        noise, plan = resolve_plan(recipe, len(dataset), context)
+    return CheckedTraining(recipe, folder, plan, dataset.fingerprint, pretrained, noise, screened)
 
 
 def prepare(recipe: Recipe, folder: RunFolder, context: str) -> TrainJob:
@@ -244,58 +233,7 @@ def check_data(
     if len(dataset.input_shape) == 1:
         warn_if_standardized(dataset.inputs, dataset.name)
     check_against_data(recipe, recipe.privacy.nominal_records or len(dataset), context)
-    _check_features(recipe, source)
-    _check_answers(recipe, source)
     return dataset, pretrained
-
-
-def _check_features(recipe: Recipe, source: data.DataSource) -> None:
-    """Raise UserError for a feature that is the label but for the names of its values."""
-    section = recipe.data
-    if not section.columns.features or section.targets != "class":
-        return
-    records = training_records(recipe, source)
-    inputs, labels = records.inputs, np.asarray(records.labels)
-    for place in range(inputs.shape[1]):
-        if data.tells_answer(inputs[:, place], labels):
-            rules = section.columns.feature_rules.items()
-            names = [n for name, rule in rules for n in rule.names(name)]
-            names = names or section.columns.features
-            named = names[place] if len(names) == inputs.shape[1] else f"number {place} from 0"
-            raise UserError(
-                f"data.columns.features: must not hold the answer, got {named}, which is "
-                f"{section.columns.label} but for the names of its values; take it out"
-            )
-
-
-_ANSWERS_AT_ONCE = 4096  # documents
-
-
-def _check_answers(recipe: Recipe, source: data.DataSource) -> None:
-    """Warn of documents whose answers are cut away, and raise UserError where all of them are.
-
-    They would be paid for, and nothing be learned of them.
-    """
-    if recipe.data.text is None or not recipe.data.text.has_prompts:
-        return
-    records = training_records(recipe, source)
-    empty = 0
-    for start in range(0, len(records), _ANSWERS_AT_ONCE):
-        targets = records.targets(slice(start, start + _ANSWERS_AT_ONCE))
-        empty += int((targets < 0).all(1).sum())
-    key, length = "data.text.length", recipe.data.text.length
-    if empty == len(records):
-        raise UserError(
-            f"{key}: must leave a token of an answer in some document, got {length}, by which all "
-            "answers are cut away; give a longer length"
-        )
-    if empty:
-        warnings.warn(
-            f"{key}: of {empty:,} of {len(records):,} training documents nothing is learned, since "
-            f"their answers lie behind token {length}; give a longer length, or leave them out "
-            "(the count is private)",
-            stacklevel=2,
-        )
 
 
 def _check_resources(recipe: Recipe, context: str) -> None:
@@ -334,13 +272,13 @@ def check_kept(recipe: Recipe, folder: RunFolder, about: dict[str, Any] | None) 
         )
 
 
-def check_same_data(folder: RunFolder, dataset: Fingerprinted) -> None:
+def check_same_data(folder: RunFolder, name: str, fingerprint: str) -> None:
     """Raise UserError when the run was begun on other records: the plan is about those."""
     if folder.data_fingerprint.exists():
         before = read_json(folder.data_fingerprint, {"train": str})["train"]
-        if before != dataset.fingerprint:
+        if before != fingerprint:
             raise UserError(
-                f"{folder.path}: {dataset.name} has changed since this run was begun; restore it, "
+                f"{folder.path}: {name} has changed since this run was begun; restore it, "
                 "or choose another --name (in a loop of your own: folder=)",
                 see="explanation/privacy.md#what-a-run-really-released",
             )
@@ -362,21 +300,16 @@ def _check_same_pretrained(folder: RunFolder, pretrained: dict[str, Any] | None)
 def choose_run_key(recipe: Recipe, folder: RunFolder) -> bytes:
     """Return the run's key, or one to begin it with: the recipe's fixed key, or a new one."""
     if folder.run_key.exists():
-        return read_run_key(folder)
+        return folder.read_run_key()
     return bytes.fromhex(recipe.privacy.run_key) if recipe.privacy.run_key else new_run_key()
 
 
-def ensure_run_key(recipe: Recipe, folder: RunFolder, key: bytes | None = None) -> None:
-    """Put the run key into the private folder, once: from the operating system's generator, or the
-    recipe's fixed key (tests only; the privacy card then says that the run is not private).
+def ensure_run_key(folder: RunFolder, fixed: str | None, key: bytes | None = None) -> None:
+    """Put the run key into the private folder, once: from the operating system's generator, or a
+    fixed one (tests only; the privacy card then says that the run is not private).
 
     key: the one to begin with, if it was chosen before (`choose_run_key`).
     """
-    fixed = recipe.privacy.run_key
     if fixed and not folder.run_key.exists():  # first: no crash leaves a fixed key unmarked
         write_atomic(folder.fixed_key_marker, "The run key was fixed in the recipe: not private.\n")
     write_secret_once(folder.run_key, fixed or (key or new_run_key()).hex())
-
-
-def read_run_key(folder: RunFolder) -> bytes:
-    return folder.read_run_key()

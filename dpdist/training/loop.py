@@ -100,8 +100,9 @@ class Loop:
         self._examples, self.monitor = examples, monitor
         if step.ledger is not None:
             self.monitor = monitor or Monitor(job, self.plan.steps, start)
-            group = monitoring.WorkerGroup.current(
-                step.reducer, step.ledger, start, self._independence()
+            again, reducer = step.ledger.count_repeated_steps(start), step.reducer
+            group = monitoring.WorkerGroup(
+                start, reducer.world_size, reducer.backend, again, self._independence()
             )
             monitoring.append_group(job.folder, group)
         self._saved = time.monotonic()
@@ -172,10 +173,13 @@ class Loop:
         models.save(self.learner.model, spec, folder.model_folder)
         write_trained(self.learner.model, folder.model_folder)
         if whole:
-            self.monitor.finish(
-                self.step.engine.fallback_layers, frozen, ledger, self.done,
-                rounding=self._rounding(),
-            )  # fmt: skip
+            made = {
+                "frozen_parameters": frozen,
+                "steps_taken": self.done if self.done < self.plan.steps else 0,
+                "rounding": self._rounding(),
+            }
+            told = {name: value for name, value in made.items() if value}
+            self.monitor.finish(ledger, fallback_layers=self.step.engine.fallback_layers, **told)
         else:
             self.pause()
 

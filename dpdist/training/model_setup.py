@@ -230,12 +230,16 @@ def check_model(recipe: Recipe, dataset: data.Dataset) -> str:
     if recipe.training.has_augmentation:
         _check_augmented(recipe, spec)
     module = initial_model(recipe, spec)
-    if recipe.data.text is not None:
-        _check_tokens(recipe, module)
+    text = recipe.data.text
+    if text is not None and text.has_prompts and recipe.model.name != "transformer":
+        raise UserError(
+            f"{recipe.name}: model.name: must be transformer with data.text.prompt or messages, "
+            f"got {recipe.model.name!r}: others know no tokens that are read and not learned"
+        )
     engine = build_engine(recipe, module)
     if recipe.canary_audit is not None:
         check_canary_coordinates(recipe.canary_audit, engine.size)
-    may_draw = recipe.method.capabilities.supports_random_models
+    may_draw = recipe.method.capabilities.plain_steps
     models.check_outputs(module, spec, may_draw=may_draw)
     probe = public_probe(data.load(data_source(recipe), "test"))
     learned = objective(recipe.training)
@@ -249,30 +253,6 @@ def check_model(recipe: Recipe, dataset: data.Dataset) -> str:
     screened = screening_digest(recipe, module)
     execution.project_parameters(module)  # refuses a model that it cannot be applied to
     return screened
-
-
-def _check_tokens(recipe: Recipe, module: torch.nn.Module) -> None:
-    """Raise UserError for a model that does not read the recipe's tokens."""
-    text = data_source(recipe).columns.text
-    assert text is not None
-    known = getattr(module, "vocabulary", None)
-    if known is None:
-        raise UserError(
-            f"{recipe.name}: data.text: model {recipe.model.name!r} reads no tokens; take "
-            "transformer, or next-word-lstm and next-word-mlp for the next one, without model.mean "
-            "and std",
-            see="how-to/text.md#the-next-word",
-        )
-    if text.has_prompts and recipe.model.name != "transformer":
-        raise UserError(
-            f"{recipe.name}: model.name: must be transformer with data.text.prompt or messages, "
-            f"got {recipe.model.name!r}: others know no tokens that are read and not learned"
-        )
-    if known < text.vocabulary_size:
-        raise UserError(
-            f"{recipe.name}: model.options.config.vocab_size: must be >= the "
-            f"{text.vocabulary_size:,} tokens of the tokenizer, got {known:,}"
-        )
 
 
 def _check_augmented(recipe: Recipe, spec: ModelSpec) -> None:
@@ -342,6 +322,20 @@ def build_engine(
         engine.objective = objective(recipe.training)
     records = None if plan is None else plan.records
     engine.objective = importance_weighted(engine.objective, recipe, records)
+    return engine
+
+
+def script_engine(model: nn.Module, learned: Objective, recipe: Recipe) -> GradientEngine:
+    """Return the gradient engine of a script's model, by the recipe that states its training."""
+    engine = GradientEngine(
+        model,
+        learned,
+        clipping=make_clipping(recipe.privacy.clipping, recipe.privacy.clip_norm),
+        micro_batch=recipe.resources.micro_batch,
+        vmap=recipe.model.vmap,
+    )
+    engine.records_per_example = recipe.privacy.max_records_per_user or 1
+    engine.rounding = recipe.resources.rounding
     return engine
 
 

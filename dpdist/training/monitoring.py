@@ -82,35 +82,21 @@ class Monitor:
         self.metrics.close()
         self._write_progress(done)
 
-    def finish(
-        self,
-        fallback_layers: list[str],
-        frozen: int,
-        ledger: Ledger,
-        taken: int | None = None,
-        *,
-        rounding: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Sum the training up. frozen: parameters that no step may change. ledger: everything the
-        saved model was made of is in it. taken: steps, where some of those on record were not.
-        rounding: `model_setup.measured_rounding` of the engine.
+    def finish(self, ledger: Ledger, **made: Any) -> None:
+        """Sum the training up.
+
+        ledger: everything the saved model was made of is in it. made: of the model, as
+        `write_summary` takes it.
         """
         self.metrics.close()
         self._write_progress(self.steps)
-        made: dict[str, Any] = {"frozen_parameters": frozen} if frozen else {}
-        if taken not in (None, self.steps):
-            made["steps_taken"] = taken
         if self.start:
             made["timed_from"] = self.start
         if sure := [group.independence for group in read_groups(self.folder) if group.independence]:
             made["independence"] = weakest(sure)  # of all starts: each of them took steps
-        if rounding:
-            made["rounding"] = dict(rounding)
-        write_summary(
-            self.folder, ledger, self.steps, time.monotonic() - self.started_at,
-            fallback_layers=fallback_layers, model=models.model_hash(self.folder.model_folder),
-            **made,
-        )  # fmt: skip
+        seconds = time.monotonic() - self.started_at
+        model = models.model_hash(self.folder.model_folder)
+        write_summary(self.folder, ledger, self.steps, seconds, model=model, **made)
 
 
 def write_summary(
@@ -151,17 +137,8 @@ class WorkerGroup:
     independence: str = field(default="", compare=False)
     saved: int = 0
 
-    @classmethod
-    def current(
-        cls, reducer: Reducer, ledger: Ledger, step: int, independence: str = ""
-    ) -> WorkerGroup:
-        """Return the group of a ledger's current attempt, which begins with `step`."""
-        again = ledger.count_repeated_steps(step)
-        return cls(step, reducer.world_size, reducer.backend, again, independence)
-
 
 _SHAPE = {"step": int, "workers": int, "backend": str, "again": int}
-_INDEPENDENCE_KEY = "independence"
 
 
 def append_group(folder: RunFolder, group: WorkerGroup) -> None:
@@ -187,7 +164,7 @@ def read_groups(folder: RunFolder) -> list[WorkerGroup]:
     return [
         WorkerGroup(
             **{name: line[name] for name in _SHAPE},
-            independence=str(line.get(_INDEPENDENCE_KEY, "")),
+            independence=str(line.get("independence", "")),
             saved=int(line.get("saved", 0)),
         )
         for line in found

@@ -20,6 +20,7 @@ from dpdist.gradients.objective import (
     token_limits,
     without_wrapper,
 )
+from dpdist.training.script_state import evaluation_mode
 from dpdist.training.trained_weights import trained_by
 
 _COMPARED_TOKENS = 16  # of invented documents, on which the reference is checked
@@ -99,7 +100,16 @@ def preferences(
         >>> pairs.batch([0])["labels"].tolist()
         [[-100, -100, -100, -100, 4, 6, -100, -100, -100, -100, 5, 6]]
     """
-    _check_reference(reference, pretraining_data, name)
+    if not isinstance(pretraining_data, str) or not pretraining_data.strip():
+        raise UserError(
+            f"{name}: pretraining_data must say what the reference and the first weights were "
+            f"trained on, got {pretraining_data!r}"
+        )
+    if found := [*trained_by(reference), *trained_by(without_wrapper(reference))]:
+        raise UserError(
+            f"{name}: reference must be public, got one that {found[0]} trained: epsilon of "
+            "a release is not composed with that of an own loop; load the public base"
+        )
     device = next(reference.parameters()).device
 
     def difference(pair: dict[str, Tensor]) -> Tensor:
@@ -110,7 +120,6 @@ def preferences(
     few = max(1, min(length, _COMPARED_TOKENS)) if isinstance(length, int) else 1
     check_takes_pairs(without_wrapper(reference), few)
     limits = token_limits(reference)
-    _check_positions(reference, length, name)
     if limits is not None:
         _check_adapters_are_new(reference, few, limits[0], name)
     with _as_reference(reference):
@@ -126,49 +135,11 @@ def preferences(
         )  # fmt: skip
 
 
-def _check_reference(reference: Any, pretraining_data: Any, name: str) -> None:
-    """Raise UserError for a reference that is no public model, as far as that can be known."""
-    if not isinstance(reference, nn.Module):
-        raise UserError(
-            f"{name}: reference must be a model of transformers that is public, got a "
-            f"{type(reference).__name__}: releases and runs are not taken, since their epsilon is "
-            "not composed with that of an own loop"
-        )
-    if not isinstance(pretraining_data, str) or not pretraining_data.strip():
-        raise UserError(
-            f"{name}: pretraining_data must say what the reference and the first weights were "
-            "trained on, such "
-            f"as 'public texts', got {pretraining_data!r}"
-        )
-    if pretraining_data.strip().casefold() == name.casefold():
-        raise UserError(
-            f"{name}: pretraining_data must be other data than {name}, whose records are private "
-            "here: a reference that was trained on them voids the guarantee; take its public base"
-        )
-    if found := [*trained_by(reference), *trained_by(without_wrapper(reference))]:
-        raise UserError(
-            f"{name}: reference must be public, got one that {found[0]} trained: epsilon of "
-            "a release is not composed with that of an own loop; load the public base"
-        )
-
-
-def _check_positions(reference: nn.Module, length: Any, name: str) -> None:
-    """Raise UserError where a prompt with its answer has more tokens than the model has places."""
-    settings = getattr(without_wrapper(reference), "config", None)
-    most = getattr(settings, "max_position_embeddings", None)
-    if isinstance(most, int) and isinstance(length, int) and length > most:
-        raise UserError(
-            f"{name}: length must be at most {most:,}, the positions of the reference, got "
-            f"{length:,}"
-        )
-
-
 def _check_adapters_are_new(reference: nn.Module, few: int, vocabulary: int, name: str) -> None:
     """Raise UserError for adapters that say something: the reference is computed without them."""
     if not any(hasattr(module, "disable_adapter") for module in reference.modules()):
         return
-    modes = {module: module.training for module in reference.modules()}
-    inner = without_wrapper(reference.eval())
+    inner = without_wrapper(reference)
     device = next(inner.parameters()).device
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocabulary, (1, few), generator=generator).to(device)
@@ -178,14 +149,10 @@ def _check_adapters_are_new(reference: nn.Module, few: int, vocabulary: int, nam
         norms = torch.cat([look_up(some).float().norm(dim=-1) for some in every.split(4096)])
         return [inner(input_ids=tokens, use_cache=False).logits, norms]
 
-    try:
-        with torch.no_grad():
-            given = said()
-        with _as_reference(reference):
-            base = said()
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with evaluation_mode(reference), torch.no_grad():
+        given = said()
+    with _as_reference(reference):
+        base = said()
     alike = partial(torch.allclose, rtol=1e-4, atol=1e-4, equal_nan=True)
     if not all(map(alike, given, base)):
         raise UserError(
@@ -198,7 +165,6 @@ def _check_adapters_are_new(reference: nn.Module, few: int, vocabulary: int, nam
 @contextmanager
 def _as_reference(model: nn.Module) -> Iterator[None]:
     """Switch adapters of peft and dropout off, and gradients, within the block."""
-    modes = {module: module.training for module in model.modules()}
     learned = {parameter: parameter.requires_grad for parameter in model.parameters()}
     adapted: list[Any] = [module for module in model.modules() if hasattr(module, "disable_adapter")
                and hasattr(module, "peft_config")]  # fmt: skip
@@ -208,14 +174,11 @@ def _as_reference(model: nn.Module) -> Iterator[None]:
         raise UserError(
             "reference: must have its adapters from peft.get_peft_model, which can be switched off"
         )
-    model.eval()
     try:
-        with torch.no_grad(), ExitStack() as stack:
+        with evaluation_mode(model), torch.no_grad(), ExitStack() as stack:
             for each in adapted[:1]:
                 stack.enter_context(each.disable_adapter())
             yield
     finally:
-        for module, mode in modes.items():
-            module.training = mode
         for parameter, learns in learned.items():  # peft unfreezes whatever it switches on again
             parameter.requires_grad_(learns)

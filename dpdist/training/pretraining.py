@@ -84,19 +84,10 @@ def pretrain(
     )
     if section.denoiser is not None:
         asked = section.denoiser
-        if asked.name not in models.named_networks():
-            raise UserError(
-                f"{context}: public.denoiser.name: must be of the zoo, got {asked.name!r}"
-            )
         before = ModelSpec(asked.name, test.input_shape, public.classes, dict(asked.options))
         learned = replace(learned, denoiser=before)
     model = models.initialize(learned, section.training.init_seed)
     spec = replace(learned, classes=test.classes)
-    if spec == learned and training.whitening_layers(model):
-        raise UserError(
-            f"{context}: public.data: must be of other classes than the private data where "
-            "model.options.whiten is given, for a head that stays has learned what lies before it"
-        )
     if learned.denoiser is not None:  # learns first, and is frozen then
         first = model.get_submodule(models.DENOISER).requires_grad_(True)
         training.train_public(first, public, test.input_shape, section, models.DENOISER, progress)
@@ -142,11 +133,6 @@ def _public_records(
             raise UserError(f"{context}: public.data.text: must be data.text: tokens mean the same")
         records = found
     check_test_records_unseen(records, data.load(source, "test"), context, section.data is None)
-    if section.training.batch_size > len(records):
-        raise UserError(
-            f"{context}: public.training.batch_size: must be <= the {len(records)} public records, "
-            f"got {section.training.batch_size}"
-        )
     return records
 
 

@@ -13,18 +13,15 @@ class) could depend on them.
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpdist import models
 from dpdist.config.training import ScriptScore
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_json, write_json
@@ -47,10 +44,10 @@ from dpdist.privacy.phases import GaussianScores
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import KEY_BYTES, derive_key
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe
+from dpdist.runs.recipe import Recipe, parse_section
 from dpdist.training import checkpoint
 from dpdist.training.collectives import Workers
-from dpdist.training.record_scores import RecordScore
+from dpdist.training.record_scores import ACCURACY, RecordScore
 from dpdist.training.script_state import evaluation_mode, kept_buffers
 
 # Of the module and a batch: one value a record, (B,); or by the model's outputs.
@@ -111,15 +108,18 @@ def declare(
             "score: must be left out with privacy.nominal_records: the number of held-out records "
             "is public"
         )
-    whole = isinstance(every, int) and not isinstance(every, bool)
-    if not whole or not 1 <= every <= plan.steps:
-        rule = f"must be a whole number from 1 to the {plan.steps:,} steps of the plan"
-        raise UserError(f"score.every: {rule}, got {every}")
+    given = {"every": every, "noise": noise, "records": records, "value": name}
     if noise is None:
-        noise = _least_noise(
-            recipe, plan, GaussianScores(1.0, plan.steps // every, records=records)
+        given["noise"] = 1.0  # until the least is known
+    terms = parse_section(ScriptScore, given, "score")
+    if every > plan.steps:
+        raise UserError(
+            f"score: every: must be <= the {plan.steps:,} steps of the plan, got {every:,}"
         )
-    return ScriptScore(every=every, noise=_checked_noise(noise), records=records, value=name)
+    if noise is None:
+        least = _least_noise(recipe, plan, terms.scores(plan.steps))
+        return terms.model_copy(update={"noise": least})
+    return terms
 
 
 def value_name(value: Value | None, key: str = "score.value") -> str:
@@ -139,14 +139,6 @@ def value_name(value: Value | None, key: str = "score.value") -> str:
         )
     own = getattr(value, "__qualname__", type(value).__qualname__).replace("<locals>.", "")
     return f"{value.__module__}.{own}"
-
-
-def _checked_noise(noise: float) -> float:
-    low, high = 1e-2, 1e4
-    number = isinstance(noise, int | float) and not isinstance(noise, bool)
-    if not number or not low <= noise <= high:
-        raise UserError(f"score.noise: must be a number between {low:g} and {high:g}, got {noise}")
-    return float(noise)
 
 
 def _least_noise(recipe: Recipe, plan: PrivacyPlan, scores: GaussianScores) -> float:
@@ -194,24 +186,6 @@ def check_apart(private_eval_data: Records, others: Mapping[str, Records | None]
 # --- the scores ---------------------------------------------------------------------------------
 
 
-def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return 1.0 for each record that is classified rightly: logits (B, C), classes (B,)."""
-    return (models.predicted_classes(outputs) == targets).double()
-
-
-@dataclass(frozen=True)
-class _Found:
-    """Hold what the ledger knows of a score.
-
-    score: that was given before. missing: whether it is on record and has to be made. nonce: of the
-    process that put it on record.
-    """
-
-    score: float | None = None
-    missing: bool = False
-    nonce: str = ""
-
-
 class RecordValues:
     """Compute a model's value on each of some records, executed one at a time in evaluation mode.
 
@@ -223,9 +197,10 @@ class RecordValues:
 
     def __init__(self, records: Records, value: Value | None, device: torch.device) -> None:
         self.records, self._device = records, device
-        self._objective: Objective = accuracy
-        if value is not None:
-            self._objective = value if isinstance(value, RecordScore) else OwnLoss(value)
+        by_outputs = ACCURACY if value is None else value
+        self._objective: Objective = (
+            by_outputs if isinstance(by_outputs, RecordScore) else OwnLoss(by_outputs)
+        )
 
     def check(self, model: nn.Module) -> list[float]:
         """Return the values of three invented examples, which are had by looking alone.
@@ -234,19 +209,14 @@ class RecordValues:
             UserError: the value is no tensor (1,), draws random numbers or changes the model.
         """
         inputs, targets = self.records.examples(3)
-        before, drawn = _tensors(model), torch.get_rng_state()
+        before = checkpoint.tensors_digest(model.state_dict())
+        drawn = torch.get_rng_state()
         values = []
         for row in range(3):
             one = slice(row, row + 1)
             try:
                 with evaluation_mode(model):
                     values.append(self._value(model, take(inputs, one), targets[one]))
-            except UserError as error:
-                got = str(error).partition(", got ")[2].partition(": use")[0]
-                raise UserError(
-                    "score.value: must return one value a record, shape (1,) for a batch of one, "
-                    f"never their mean, got {got or error}"
-                ) from None
             except Exception as error:
                 raise UserError(
                     "score.value: must return one value a record, shape (1,) for a batch of one, "
@@ -257,10 +227,7 @@ class RecordValues:
                 "score.value: must not draw random numbers: a score that is taken again after a "
                 "crash must be the same"
             )
-        after = _tensors(model)
-        if before.keys() != after.keys() or not all(
-            torch.equal(value, after[name]) for name, value in before.items()
-        ):
+        if checkpoint.tensors_digest(model.state_dict()) != before:
             raise UserError("score.value: must leave the model as it is, changed its parameters")
         return values
 
@@ -403,37 +370,39 @@ class PrivateScore(RecordValues):
         query = derive_key(self._key, "asked", step, made_of).hex()
         with workers.sharing_errors():
             workers.check_same({"parameters": made_of})
-            found = _Found() if ledger is None else self._look_up(query, ledger, plan)
-            if not json.loads(workers.of_first(json.dumps(found.missing))):
-                return self._told(found.score, workers)
+            score, nonce = (None, None) if ledger is None else self._look_up(query, ledger, plan)
+            first = workers.agree(missing=nonce is not None, score=score)[0]
+            if not first["missing"]:
+                told: float | None = first["score"]
+                return told
             data_key = derive_key(self._key, "data", step)
             units = self.private_units(model, data_key, workers.rank, workers.count)
             shares = workers.agree(units=units)
-            score = None
             if ledger is not None:
                 total = sum(each["units"] for each in shares) / UNITS
-                score = self._noisy(total, query, None if fixed else found.nonce)
+                score = self._noisy(total, query, None if fixed else nonce)
                 ledger.record_answer(query, [score])
-            return self._told(score, workers)
+            told = workers.agree(score=score)[0]["score"]
+            return told
 
-    def _look_up(self, query: str, ledger: Ledger, plan: PrivacyPlan) -> _Found:
-        """Return what the ledger knows of a score; one that is new is on record afterwards."""
+    def _look_up(
+        self, query: str, ledger: Ledger, plan: PrivacyPlan
+    ) -> tuple[float | None, str | None]:
+        """Return a score that was given before, and the nonce of one that has to be made.
+
+        That one is on record afterwards. Both are None where no score is left.
+        """
         known = ledger.find_answer(query)
         if known is not None:
-            return _Found(known[0])
+            return known[0], None
         nonce = ledger.find_query_nonce(query)
         if nonce is None:
             try:
                 ledger.record_query(query, plan)
             except QueriesExhausted:
-                return _Found()
+                return None, None
             nonce = ledger.nonce
-        return _Found(None, True, nonce)
-
-    def _told(self, score: float | None, workers: Workers) -> float | None:
-        """Return worker 0's score on all workers."""
-        told: float | None = json.loads(workers.of_first(json.dumps(score)))
-        return told
+        return None, nonce
 
     def _noisy(self, total: float, query: str, nonce: str | None) -> float:
         """Return a sum with noise, by the number of records; no two sums ever get the same noise.
@@ -445,7 +414,3 @@ class PrivateScore(RecordValues):
         key = derive_key(self._key, "noise", query, *labels)
         noisy = add_noise(np.array([total]), key, self.terms.noise)
         return float(noisy[0]) / len(self.records)
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}

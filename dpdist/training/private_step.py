@@ -28,7 +28,7 @@ from dpdist.privacy.ledger import Ledger, ReplayConflict
 from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key, key_id, stream_words
 from dpdist.training.canaries import Canaries
-from dpdist.training.collectives import Reducer, Shards, leaf_digests, release_id
+from dpdist.training.collectives import Reducer, Shards, release_id
 from dpdist.training.monitoring import StepMetrics
 
 
@@ -282,10 +282,9 @@ class PrivateStep:
         total, flagged = self.reducer.sum_rows(rows, flag)
         summed = total.cpu().numpy()
         label = f"{key_id(self.key)}/{self.attempt_of(step)}/{step}"
-        leaves = leaf_digests(label, summed) if self.reducer.rank == 0 else []
 
         def announce() -> None:
-            found = release_id(label, leaves)
+            found = release_id(label, summed)
             if self.ledger is not None:
                 self.permit(step)
                 _announce(self.ledger, step, found)

@@ -7,14 +7,12 @@ records they were trained, and none of these may be among the run's.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import ValidationError
 
 from dpdist import data, models
 from dpdist.config.sections import PretrainedRecipe, PublicRecipe
@@ -87,21 +85,9 @@ def pretraining_settings(section: PublicRecipe) -> dict[str, Any]:
 
 
 def _check_pretraining_settings(folder: Path, section: PublicRecipe, context: str) -> None:
-    """Raise UserError where `pretrain` made the folder by other settings than the recipe's. Keys
-    that it does not name have their defaults."""
+    """Raise UserError where `pretrain` made the folder by other settings than the recipe's."""
     made = read_json(folder / PROVENANCE_FILE, {"made_by": object})["made_by"]
-    if isinstance(made, dict):
-        weights = {"weights": made.get("weights")}  # of those a name is kept, which is no path
-        with contextlib.suppress(ValidationError):  # by keys that are no more: as it stands
-            made = (
-                pretraining_settings(PublicRecipe.model_validate(made | {"weights": None}))
-                | weights
-            )
-    different = sorted(
-        iter_differences(made, pretraining_settings(section), "public"),
-        key=lambda found: found[1] is None,
-    )
-    for name, before, now in different:
+    for name, before, now in iter_differences(made, pretraining_settings(section), "public"):
         raise UserError(
             f"{context}: made with {name}: {quoted(before)}, the recipe says {quoted(now)}; name "
             "another folder, or remove this one, and it is made anew"
@@ -138,12 +124,10 @@ def frozen_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
     # The whole model's average is the recipe's.
     spec = dataclasses.replace(spec, shifts=0, denoised_shifts=False, mirrored=False)
     if part == models.DENOISER:
-        spec = _denoiser_spec(spec)
-    elif tuple(spec.input_shape) != dataset.input_shape or spec.classes != dataset.classes:
+        spec = spec.denoiser or dataclasses.replace(spec, classifier=None)
+    elif spec.classes != dataset.classes:
         raise UserError(
-            f"{begin} takes {spec.input_shape} and tells "
-            f"{spec.classes} classes, {dataset.name} has {dataset.input_shape} and "
-            f"{dataset.classes}"
+            f"{begin} tells {spec.classes} classes, {dataset.name} has {dataset.classes}"
         )
     _check_part(spec, recipe, dataset, begin)
     return spec
@@ -213,11 +197,6 @@ def _check_initial(recipe: Recipe, dataset: data.Dataset) -> None:
             raise UserError(f"{begin} is another network: its {name} is {found}, not {value}")
 
 
-def _denoiser_spec(spec: ModelSpec) -> ModelSpec:
-    """The denoiser alone, of a model that may be a denoiser before a classifier."""
-    return spec.denoiser or dataclasses.replace(spec, classifier=None)
-
-
 def load_frozen_weights(module: nn.Module, recipe: Recipe) -> None:
     """Copy the saved weights into the frozen part of the whole model."""
     assert recipe.model.frozen_part is not None
@@ -252,14 +231,14 @@ def check_pretrained(recipe: Recipe, private: data.Dataset, context: str) -> dic
     about: dict[str, Any] = {"part": part, "model": models.model_hash(folder)}
     if part == "initial":
         about["denoiser"] = _initial_denoiser_spec(recipe, private) is not None
-    compared = _was_compared(folder, private, begin)
+    compared = was_compared(folder, private, begin)
     if (folder / PROVENANCE_FILE).exists() and recipe.public is not None:
         _check_pretraining_settings(folder, recipe.public, begin)
-    found = _describe_seen(folder, about["model"], recipe.data.name, begin, compared)
+    found = describe_seen(folder, about["model"], recipe.data.name, begin, compared)
     return {**about, **(found or _describe_declared(part, section, begin, compared))}
 
 
-def _describe_seen(
+def describe_seen(
     folder: Path, model: str, private: str, context: str, compared: bool
 ) -> dict[str, Any] | None:
     """Return the data that a folder's model has seen, by files beside it; None where none says."""
@@ -282,38 +261,8 @@ def _describe_seen(
 # --- features that a network made ---------------------------------------------------------------
 
 
-def describe_seen(folder: Path, private: data.Dataset, name: str, context: str) -> dict[str, Any]:
-    """Return what the model of a folder that dpdist wrote has seen: model, saw, checked, assumed.
-
-    private: records that must not be among it; name: of their data set. Raises UserError when one
-    is, or when nothing beside the model says what it saw.
-    """
-    if not (folder / "model.json").exists():
-        raise UserError(f"{context}: no model there")
-    compared = _was_compared(folder, private, context)
-    model = models.model_hash(folder)
-    found = _describe_seen(folder, model, name.partition("/")[0], context, compared)
-    if found is None:
-        raise UserError(
-            f"{context}: nothing says what it was trained on; take a folder of "
-            "`dpdist run --until pretrain`, or a release",
-            see="explanation/denoisers.md#what-the-frozen-part-saw",
-        )
-    return {"model": model, **found}
-
-
 # Records are told by their content, and features of two networks are two contents.
 _OTHER_FORM = "in another form cannot be told; train on the pictures, or without it"
-
-
-def refuse_budget_of_features(recipe: Recipe, context: str) -> None:
-    """Raise UserError where features would be charged in place of the records they are made of."""
-    section = recipe.data
-    if recipe.privacy.budget is not None and data.holds_features(section.root, section.name):
-        raise UserError(
-            f"{context}: privacy.budget: must be left out, as the records are features that a "
-            f"network made: whether the budget knows the same records {_OTHER_FORM}"
-        )
 
 
 def _describe_features(recipe: Recipe, context: str) -> dict[str, Any] | None:
@@ -338,12 +287,12 @@ def _describe_features(recipe: Recipe, context: str) -> dict[str, Any] | None:
             f"{context}: model.{recipe.model.pretrained_part[0]}: must be left out, as the records "
             f"are features that a network made: whether it saw the same records {_OTHER_FORM}"
         )
-    refuse_budget_of_features(recipe, context)
-    written = read_json(folder / data.FEATURES_FILE, _FEATURES_TYPES)
-    if not written["checked"] and not isinstance(written.get("assumed"), str):
+    if recipe.privacy.budget is not None:
         raise UserError(
-            f"{context}: {folder / data.FEATURES_FILE}: assumed must be a text; make it again"
+            f"{context}: privacy.budget: must be left out, as the records are features that a "
+            f"network made: whether the budget knows the same records {_OTHER_FORM}"
         )
+    written = read_json(folder / data.FEATURES_FILE, _FEATURES_TYPES)
     for file in sorted(folder.rglob("*.parquet")):
         if written["files"].get(str(file.relative_to(folder))) != file_digest(file):
             raise UserError(
@@ -374,7 +323,7 @@ def _card(folder: Path, context: str) -> dict[str, Any]:
         raise UserError(f"{context}: {error}") from None
 
 
-def _was_compared(folder: Path, private: data.Dataset, context: str) -> bool:
+def was_compared(folder: Path, private: data.Dataset, context: str) -> bool:
     """Whether everything that the model in `folder` was trained on was compared with the private
     records, one by one. Raises UserError when one of them is among it."""
     if (folder / PROVENANCE_FILE).exists():
@@ -401,7 +350,7 @@ def _was_compared(folder: Path, private: data.Dataset, context: str) -> bool:
     )
     whole = refuse_common_records(private, theirs, context, why)
     inner = other.model.pretrained_part
-    return whole and (inner is None or _was_compared(inner[1].folder, private, context))
+    return whole and (inner is None or was_compared(inner[1].folder, private, context))
 
 
 def _enclosing_run(folder: Path) -> RunFolder | None:
@@ -417,8 +366,6 @@ def _read_seen_records(folder: Path) -> RecordHashes:
     written, path = read_json(folder / PROVENANCE_FILE, _PROVENANCE_TYPES), folder / RECORDS_FILE
     try:
         hashes = np.load(io.BytesIO(read_bytes(path)), allow_pickle=False)
-        if hashes.ndim != 1 or hashes.dtype != np.dtype("S16"):
-            raise ValueError("must hold one hash of 16 bytes for each record")
     except (ValueError, EOFError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
     if len(hashes) != written["records"]:

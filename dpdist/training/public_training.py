@@ -12,7 +12,6 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from dpdist.models import ModelSpec
 from dpdist.models.features import resize_images
 from dpdist.models.zoo import WhiteningLayer, batch_statistics, download_weights
 from dpdist.randomness.keys import derive_key
-from dpdist.training.collectives import FlatOptimizer
+from dpdist.training.collectives import FlatOptimizer, flat_views
 from dpdist.training.model_setup import augmentation
 
 # --- deformations of images -------------------------------------------------------------------
@@ -38,30 +37,16 @@ from dpdist.training.model_setup import augmentation
 _LATTICE = 5  # points a side that the elastic displacement is interpolated from
 
 
-@dataclass(frozen=True)
-class Deformations:
-    """Ranges of random deformations: the defaults turn 8 x 8 digits into pen strokes.
-
-    rotate, shear: the largest, in radians. scale: width and height of the whole image on the
-    canvas, drawn apart. shift: the largest move; elastic: standard deviation of the displacements
-    on the lattice; all three in half widths of the canvas. middle: of the gray value that becomes
-    1/2; contrast: of the factor of gray values around it; None leaves them alone.
-    """
-
-    rotate: float = 0.3
-    shear: float = 0.35
-    scale: tuple[float, float] = (0.6, 0.95)
-    shift: float = 0.15
-    elastic: float = 0.07
-    middle: tuple[float, float] = (0.3, 0.65)
-    contrast: tuple[float, float] | None = (2.0, 5.0)
+_ROTATE, _SHEAR = 0.3, 0.35  # radians, at most
+_SCALE = 0.6, 0.95  # width and height of the whole image on the canvas, drawn apart
+_SHIFT, _ELASTIC = 0.15, 0.07  # at most; standard deviation on the lattice; in half widths
+_MIDDLE, _CONTRAST = (0.3, 0.65), (2.0, 5.0)  # gray value that becomes 1/2; factor around it
 
 
-def deform_images(
-    inputs: Tensor, shape: Sequence[int], section: Deformations, generator: torch.Generator
-) -> Tensor:
+def deform_images(inputs: Tensor, shape: Sequence[int], generator: torch.Generator) -> Tensor:
     """Images (B, C, h, w) on canvases `shape` (C, H, W), each deformed by draws of its own.
 
+    The ranges turn 8 x 8 digits into pen strokes.
     One bicubic resampling does the scaling up, the affine map and the elastic displacement; then
     the contrast, which makes strokes thick or thin, and clamping to [0, 1]. Raises UserError for
     records that are no images or have other channels.
@@ -76,27 +61,26 @@ def deform_images(
     def draw(low: float, high: float) -> Tensor:
         return low + (high - low) * torch.rand(count, generator=generator)
 
-    turn = draw(-section.rotate, section.rotate)
-    slant = draw(-section.shear, section.shear)
+    turn = draw(-_ROTATE, _ROTATE)
+    slant = draw(-_SHEAR, _SHEAR)
     rows = [
-        torch.stack([turn.cos(), turn.sin() + slant], 1) / draw(*section.scale)[:, None],
-        torch.stack([-turn.sin(), turn.cos()], 1) / draw(*section.scale)[:, None],
+        torch.stack([turn.cos(), turn.sin() + slant], 1) / draw(*_SCALE)[:, None],
+        torch.stack([-turn.sin(), turn.cos()], 1) / draw(*_SCALE)[:, None],
     ]
-    moves = [draw(-section.shift, section.shift) for _ in rows]
+    moves = [draw(-_SHIFT, _SHIFT) for _ in rows]
     affine = torch.stack(
         [torch.cat([row, move[:, None]], 1) for row, move in zip(rows, moves, strict=True)], 1
     )
     grid = nn.functional.affine_grid(affine, [count, *shape], align_corners=False)
-    lattice = torch.randn(count, 2, _LATTICE, _LATTICE, generator=generator) * section.elastic
+    lattice = torch.randn(count, 2, _LATTICE, _LATTICE, generator=generator) * _ELASTIC
     bend = nn.functional.interpolate(
         lattice, size=tuple(shape[1:]), mode="bicubic", align_corners=False
     )
     images = nn.functional.grid_sample(
         inputs, grid + bend.permute(0, 2, 3, 1), mode="bicubic", align_corners=False
     )
-    if section.contrast is not None:
-        middle = draw(*section.middle)[:, None, None, None]
-        images = (images - middle) * draw(*section.contrast)[:, None, None, None] + 0.5
+    middle = draw(*_MIDDLE)[:, None, None, None]
+    images = (images - middle) * draw(*_CONTRAST)[:, None, None, None] + 0.5
     return images.clamp(0, 1)
 
 
@@ -122,10 +106,7 @@ def train_public(
         assert training.epochs is not None
         steps = max(1, training.epochs * len(records) // training.batch_size)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    flat = torch.cat([p.detach().reshape(-1) for p in parameters])
-    pieces = flat.split([p.numel() for p in parameters])
-    for parameter, piece in zip(parameters, pieces, strict=True):
-        parameter.data = piece.view(parameter.shape)
+    flat = flat_views(parameters)
     optimizer = FlatOptimizer(training, steps, flat)
     order = np.random.default_rng(training.init_seed)
     generator = torch.Generator().manual_seed(training.init_seed)
@@ -141,7 +122,7 @@ def train_public(
             if not section.augment:
                 inputs = _resize_to_model(inputs, shape, records)
             else:
-                inputs = deform_images(inputs, shape, Deformations(), generator)
+                inputs = deform_images(inputs, shape, generator)
             if changed is not None:
                 inputs = changed(inputs, torch.from_numpy(rows), derive_key(key, "step", step), 0)
             noisy = inputs
@@ -163,16 +144,11 @@ def train_public(
 _WHITENED = 20_000  # public records that a covariance is of, at most
 
 
-def whitening_layers(model: nn.Module) -> list[WhiteningLayer]:
-    """Return the layers that `whiten_features` fits, a list; empty for most models."""
-    return [layer for layer in model.modules() if isinstance(layer, WhiteningLayer)]
-
-
 def whiten_features(
     model: nn.Module, records: data.Dataset, shape: tuple[int, ...], section: PublicRecipe
 ) -> None:
     """Fit the model's whitening layer, if any, to public records with their training's noise."""
-    for layer in whitening_layers(model):
+    for layer in (each for each in model.modules() if isinstance(each, WhiteningLayer)):
         seen: list[Tensor] = []
         hook = layer.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))
         generator = torch.Generator().manual_seed(section.training.init_seed)
@@ -269,8 +245,8 @@ def replace_head(model: nn.Module, spec: ModelSpec, seed: int) -> nn.Module:
     return fresh
 
 
-def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor], path: str) -> list[str]:
-    """Copy a torchvision state dict into a model; returns the names left out.
+def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor], path: str) -> None:
+    """Copy a torchvision state dict into a model.
 
     Left out are the layers whose shapes differ: the head, when the number of classes does. Raises
     UserError when little of it fits.
@@ -284,4 +260,3 @@ def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor], path: str) -> 
             "these the weights of another architecture?"
         )
     network.load_state_dict(fits, strict=False)
-    return sorted(own.keys() - fits.keys())

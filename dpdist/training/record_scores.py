@@ -65,6 +65,9 @@ def _accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     return (models.predicted_classes(outputs) == targets).double()
 
 
+ACCURACY = RecordScore("accuracy", _accuracy)
+
+
 def _brier(outputs: Tensor, targets: Tensor) -> Tensor:
     wanted = nn.functional.one_hot(targets, outputs.shape[1])
     return 1 - (outputs.softmax(-1) - wanted).square().sum(-1) / 2

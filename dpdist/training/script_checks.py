@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dpdist.config.sections import PrivacyRecipe
 from dpdist.core.errors import UserError
 from dpdist.data.adapters import check_classes, check_targets
 from dpdist.data.documents import PreferenceRecords, check_tokens
@@ -283,11 +284,20 @@ def check_public(public: Records, private: Records, kind: str, classes: int) -> 
 # --- records of a budget ----------------------------------------------------------------------
 
 
+def refuse_budget_of_features(privacy: PrivacyRecipe, records: Records) -> None:
+    """Raise UserError where features would be charged in place of the records they are made of."""
+    if privacy.budget is not None and getattr(records, "of_features", False):
+        raise UserError(
+            "privacy.budget: must be left out, as the records are features that a network made: "
+            "whether the budget knows the same records in another form cannot be told"
+        )
+
+
 class HashedRecords:
     """Recognize records on a budget: by their inputs, and by items before random transforms."""
 
-    def __init__(self, records: Records) -> None:
-        self._records = records
+    def __init__(self, *parts: Records) -> None:
+        self._parts = parts
 
     @cached_property
     def hashes(self) -> np.ndarray:
@@ -296,14 +306,18 @@ class HashedRecords:
         Of records with one tensor each, those by which a recipe knows the same inputs. They are
         kept nowhere: a budget keeps them under a key of its own.
         """
-        records, found, single = self._records, list[bytes](), True
-        for start in range(0, len(records), _AT_ONCE):
-            some = records.batch(np.arange(start, min(start + _AT_ONCE, len(records))))
-            if not isinstance(some, Tensor):
-                single = False
-                break
-            rows = some.cpu() if some.dtype == torch.uint8 else some.float().cpu()
-            found += hash_inputs(np.ascontiguousarray(rows.numpy())).tolist()
-        if not single or type(records).input_macs is not Records.input_macs:
-            found += [mac for macs in records.input_macs(_BUDGET_LABEL) for mac in macs]
-        return np.array(found, dtype="S16")
+        return np.array([each for part in self._parts for each in _hashes_of(part)], dtype="S16")
+
+
+def _hashes_of(records: Records) -> list[bytes]:
+    found, single = list[bytes](), True
+    for start in range(0, len(records), _AT_ONCE):
+        some = records.batch(np.arange(start, min(start + _AT_ONCE, len(records))))
+        if not isinstance(some, Tensor):
+            single = False
+            break
+        rows = some.cpu() if some.dtype == torch.uint8 else some.float().cpu()
+        found += hash_inputs(np.ascontiguousarray(rows.numpy())).tolist()
+    if not single or type(records).input_macs is not Records.input_macs:
+        found += [mac for macs in records.input_macs(_BUDGET_LABEL) for mac in macs]
+    return found

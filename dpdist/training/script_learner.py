@@ -84,10 +84,8 @@ class ScriptLearner:
         every = sorted(now.keys() | self._form.keys())
         other = [name for name in every if now.get(name, ()) != self._form.get(name, ())]
         raise UserError(
-            f"model: must stay as it is checked, changed: {', '.join(other[:3])}; set modes, "
-            "frozen parameters, layers, hooks, types and attributes before PrivateTraining is "
-            "made, and let the forward pass keep nothing in the model. To train other parameters "
-            "afterwards, make a run of its own with began_with=",
+            f"model: must stay as it is checked, changed: {', '.join(other[:3])}; set it up before "
+            "PrivateTraining is made, or make a run of its own with began_with=",
             see="how-to/own-loop.md#what-your-loop-may-look-at",
         )
 

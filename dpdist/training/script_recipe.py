@@ -40,7 +40,7 @@ from dpdist.models.spec import SCRIPT, give
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse_recipe
 from dpdist.training.collectives import Workers
-from dpdist.training.script_checks import EVAL_DATA
+from dpdist.training.script_checks import EVAL_DATA, refuse_budget_of_features
 from dpdist.training.script_state import kept_buffers
 
 # --- the model's description ------------------------------------------------------------------
@@ -277,11 +277,7 @@ class Script:
                 )
         if any(self.folder.path == Path(place) for each in self.stages for place in each.places):
             raise UserError("began_with: must be another run than that of folder")
-        if recipe.privacy.budget is not None and getattr(self.records, "of_features", False):
-            raise UserError(
-                "privacy.budget: must be left out, as the records are features that a network "
-                "made: whether the budget knows the same records in another form cannot be told"
-            )
+        refuse_budget_of_features(recipe.privacy, self.records)
         if recipe.data.class_sampling:
             check_one_class_each(self.records, recipe.data.classes)
 

@@ -44,12 +44,7 @@ def pack(name: str, value: Any) -> dict[str, Tensor]:
 
 
 def unpack(name: str, tensors: Mapping[str, Tensor]) -> Any:
-    """Invert `pack`. Raises UserError where the checkpoint holds nothing of that name."""
-    if f"{name}.json" not in tensors:
-        raise UserError(
-            f"state: the checkpoint holds no {name}: give the same objects, in the same order, as "
-            "when the run was begun"
-        )
+    """Invert `pack`. Raises KeyError where the checkpoint holds nothing of that name."""
     tree = json.loads(bytes(tensors[f"{name}.json"].tolist()))
     return _decoded(tree, lambda place: tensors[f"{name}.{place}"])
 
@@ -470,8 +465,7 @@ def check_built_again(
     if wanted is None:
         raise UserError(
             f"factory: must be given by the script of this run, got {factory}: {checkpoints} does "
-            "not describe its module, which a restored archive left out; run the script again with "
-            "PrivateTraining(..., factory=...) in another folder"
+            "not describe its module"
         )
     before, now = _told(wanted["layers"], weights), _told(_layers(model), model.state_dict())
     for name in (*before, *now):
@@ -485,8 +479,7 @@ def check_built_again(
     if outputs is None:
         raise UserError(
             "factory: must build a module that is called once, with fields of a record, and "
-            "returns a tensor, or a causal model of transformers, as releases answer by; this "
-            "run's is not"
+            "returns a tensor, or a causal model of transformers"
         )
     found = _outputs(answering or model, wanted["inputs"], signature)
     if found is None or found.shape != outputs.shape or not torch.allclose(

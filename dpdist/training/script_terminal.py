@@ -64,7 +64,7 @@ def tell_resumed(done: int, replayed: int) -> None:
 
 @contextmanager
 def shown_progress(done: int, steps: int, wanted: bool = True) -> Iterator[Callable[[Any], None]]:
-    """Yield a function of step reports that keeps a progress bar up to date.
+    """Yield a function of step reports that keeps a line of progress up to date.
 
     It shows nothing unless standard error is a terminal or this is a notebook.
 
@@ -78,27 +78,15 @@ def shown_progress(done: int, steps: int, wanted: bool = True) -> Iterator[Calla
     if not (wanted and (notebook or sys.stderr.isatty())):
         yield lambda report: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as Left
-
-    columns = (
-        TextColumn("training"), BarColumn(), MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"), TextColumn("{task.fields[epsilon]}"), Left(),
-    )  # fmt: skip
-    began, last, cost = time.monotonic(), 0.0, 0.0
-    with Progress(*columns, console=Console(stderr=not notebook)) as bar:
-        task = bar.add_task("", total=steps, completed=done, rate="", epsilon="")
+    began, last, cost, epsilon = time.monotonic(), 0.0, 0.0, ""
+    with console.progress("training", "steps") as show:
 
         def tell(report: _Report) -> None:
-            nonlocal last, cost
+            nonlocal last, cost, epsilon
             now, count = time.monotonic(), report.step + 1
-            told: dict[str, Any] = {
-                "rate": f"{(count - done) / max(now - began, 1e-9):.3g} steps/s"
-            }
             if count == steps or now - last > max(_EPSILON_SECONDS, _EPSILON_SHARE * cost):
-                told["epsilon"] = f"ε {format_epsilon(report.epsilon)}"
+                epsilon = f"epsilon {format_epsilon(report.epsilon)}"
                 last, cost = time.monotonic(), time.monotonic() - now
-            bar.update(task, completed=count, **told)
+            show(count, steps, (count - done) / max(now - began, 1e-9), epsilon)
 
         yield tell

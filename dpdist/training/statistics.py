@@ -29,9 +29,7 @@ from dpdist.core.files import (
     make_private_folder,
     read_json,
     remove_leftovers,
-    write_atomic,
     write_json,
-    write_secret_once,
 )
 from dpdist.core.preprocessing import ColumnPreprocessing
 from dpdist.data.dataset import UserDataset
@@ -52,9 +50,10 @@ from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.ledger import JournalError, Ledger, ReplayConflict
 from dpdist.privacy.phases import GaussianCounts, Phase
 from dpdist.privacy.plan import PrivacyPlan, UserUnit
-from dpdist.randomness.keys import derive_key, key_id, new_run_key
+from dpdist.randomness.keys import derive_key, key_id
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
+from dpdist.training.job import ensure_run_key
 from dpdist.training.records import by_unit, data_source, training_records
 
 RESULT_FILE = "statistics.json"
@@ -136,9 +135,7 @@ def release_counts(
             f"{_CONTEXT}: {path}: was bought with a fixed run key, which is no privacy; give "
             "another folder"
         )
-    if fixed_key is not None and not folder.run_key.exists():
-        write_atomic(folder.fixed_key_marker, "The run key was fixed: not private.\n")
-    write_secret_once(folder.run_key, fixed_key or new_run_key().hex())
+    ensure_run_key(folder, fixed_key)
     key = folder.read_run_key()
     counted = hashlib.blake2b(counts.tobytes(), digest_size=32).hexdigest()
     release = derive_key(key, "statistics counted", counted).hex()

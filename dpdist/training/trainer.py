@@ -7,8 +7,8 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ from dpdist.privacy.ledger import (
 from dpdist.runs import charging
 from dpdist.runs.archive import Archive
 from dpdist.runs.folder import RunFolder, verify_ledger
-from dpdist.runs.recipe import Recipe
 from dpdist.training.job import PACKAGES, TrainJob
 from dpdist.training.monitoring import (
     WorkerChangeReporter,
@@ -111,14 +110,16 @@ def train(
         remove_leftovers(*folder.checkpoints.glob("step-*"))
     with _budget_charged(job):
         if not folder.training_summary.exists():
-            _check_capacity(job.recipe, executor)
             executor.check_nodes(PACKAGES, folder.private)
             archive = Archive.find(folder)
             looks = [WorkerChangeReporter(folder, log).poll]
             if archive:
                 looks.append(archive.make_updater(log))
-            if not executor.is_local:
-                looks.append(_capacity_monitor(job.recipe, log).poll)
+            if not isinstance(executor, LocalExecutor):
+                resources = job.recipe.resources
+                gpus = resources.min_workers * resources.gpus_per_worker
+                need = {"CPU": resources.min_cpus, "GPU": gpus}
+                looks.append(CapacityMonitor("training", need, log).poll)
 
             def poll() -> None:
                 _report_progress(folder.progress, progress)
@@ -137,16 +138,12 @@ def train(
     return folder.require_trained()
 
 
-@contextmanager
-def _budget_charged(job: TrainJob) -> Iterator[None]:
+def _budget_charged(job: TrainJob) -> AbstractContextManager[None]:
     """Charge the records' budget around a training, if the recipe names one."""
     if job.recipe.privacy.budget is None:
-        yield
-        return
+        return nullcontext()
     records = training_records(job.recipe, job.source)
-    where = str(job.folder.recipe_file)
-    with charging.charged(job.recipe, job.plan, job.folder, records, where):
-        yield
+    return charging.charged(job.recipe, job.plan, job.folder, records, str(job.folder.recipe_file))
 
 
 def place_training(job: TrainJob, executor: Executor) -> Executor:
@@ -312,27 +309,6 @@ def _worker_error(folder: RunFolder) -> UserError:
 
 def _disk_full_error(what: object) -> DiskFullError:
     return DiskFullError(f"{what}; make room, and the same command continues")
-
-
-def _check_capacity(recipe: Recipe, executor: Executor) -> None:
-    """Refuse at once a training that waits forever, since a session on this machine never grows."""
-    if isinstance(executor, LocalExecutor) or not executor.is_local:
-        return
-    resources, hosts = recipe.resources, executor.hosts()
-    cpus = resources.min_cpus
-    gpus = resources.min_workers * resources.gpus_per_worker
-    have = sum(host.cpus for host in hosts), sum(host.gpus for host in hosts)
-    if cpus > have[0] or gpus > have[1]:
-        raise ClusterError(
-            f"resources: {resources.min_workers} workers need {cpus:g} CPUs and {gpus:g} GPUs, "
-            f"{executor} has {have[0]:g} and {have[1]:g}"
-        )
-
-
-def _capacity_monitor(recipe: Recipe, log: Callable[[str], None]) -> CapacityMonitor:
-    resources = recipe.resources
-    need = {"CPU": resources.min_cpus, "GPU": resources.min_workers * resources.gpus_per_worker}
-    return CapacityMonitor("training", need, log)
 
 
 def _report_progress(path: Path, progress: ProgressCallback) -> None:

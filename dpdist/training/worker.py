@@ -36,7 +36,6 @@ from dpdist.cluster.versions import check_same_versions, code_digest, torch_sett
 from dpdist.cluster.work import WorkerPlace
 from dpdist.core.errors import ClusterError, UserError, is_disk_full
 from dpdist.core.files import read_bytes, read_json, write_atomic, write_json
-from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.noise import check_device_noise
 from dpdist.methods.base import MethodSetup, MethodState, WorkerInputs
 from dpdist.models import ModelSpec
@@ -49,8 +48,8 @@ from dpdist.runs.folder import RunFolder, verify_ledger
 from dpdist.runs.recipe import Recipe
 from dpdist.training import checkpoint, model_setup, monitoring
 from dpdist.training.canaries import build_canaries
-from dpdist.training.collectives import FlatOptimizer, MissingRank, Reducer
-from dpdist.training.job import PACKAGES, RESTORE_HINT, TrainJob, read_run_key
+from dpdist.training.collectives import FlatOptimizer, MissingRank, Reducer, flat_views
+from dpdist.training.job import PACKAGES, RESTORE_HINT, TrainJob
 from dpdist.training.loop import Loop
 from dpdist.training.model_setup import (
     build_engine,
@@ -150,11 +149,6 @@ def _digest(value: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _environment() -> str:
-    """Return a digest of how torch was built, and of how it computes in this process."""
-    return _digest([torch.__config__.show(), *torch_settings()])
-
-
 def replay_fingerprint(
     job: TrainJob, reducer: Reducer, data_fingerprint: str, model_digest: str
 ) -> dict[str, str]:
@@ -174,7 +168,7 @@ def replay_fingerprint(
             "kinds of device may make noise that differs in its last bits"
         )
     return {
-        "key": key_id(read_run_key(job.folder)),
+        "key": key_id(job.folder.read_run_key()),
         **({"noise": "device"} if resources.noise == "device" else {}),
         # With canonical shards the sum does not depend on the number of workers.
         "world_size": "any" if job.recipe.training.reproducible else str(reducer.world_size),
@@ -183,7 +177,7 @@ def replay_fingerprint(
         "threads": str(torch.get_num_threads()),
         "machines": ",".join(sorted(set(machines))),
         "code": code_digest(PACKAGES),
-        "environment": _environment(),
+        "environment": _digest([torch.__config__.show(), *torch_settings()]),
         "recipe": recipe_digest(job.recipe),
         "data": data_fingerprint,
         "model": model_digest,
@@ -198,7 +192,7 @@ def ensure_method_state(job: TrainJob, spec: ModelSpec) -> bool:
     recipe, path = job.recipe, job.folder.method_state
     if not path.exists():
         fixed = recipe.privacy.run_key is not None
-        key = read_run_key(job.folder) if fixed else new_run_key()
+        key = job.folder.read_run_key() if fixed else new_run_key()
 
         def initial() -> nn.Module:
             return initial_model(recipe, spec)
@@ -213,36 +207,20 @@ def ensure_method_state(job: TrainJob, spec: ModelSpec) -> bool:
         )
         tensors = recipe.method.execution().prepare_state(setup)
         if tensors:
-            if _has_taken_steps(job.folder):
+            ledger = job.folder.ledger
+            if ledger.exists() and Ledger.read(ledger).attempts:  # workers have begun steps
                 raise UserError(f"{path}: missing, and steps were taken with it; {RESTORE_HINT}")
             contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
             write_atomic(path, save_tensors(contiguous))
     return path.exists()
 
 
-def _has_taken_steps(folder: RunFolder) -> bool:
-    """Whether workers have begun steps: these were taken with what is fixed."""
-    return folder.ledger.exists() and bool(Ledger.read(folder.ledger).attempts)
-
-
-def check_same_method_state(folder: RunFolder, ledger: Ledger, digest: str) -> None:
-    """Raise UserError where the last attempt was made with other tensors. digest: their
-    `digest`."""
-    before = ledger.attempts[-1]["identity"].get("hidden noise") if ledger.attempts else None
-    if before not in (None, digest):
-        raise UserError(
-            f"{folder.method_state}: is not what this run's steps were taken with; {RESTORE_HINT}"
-        )
-
-
 def read_method_state(folder: RunFolder) -> dict[str, Tensor]:
     """The tensors by name."""
     try:
         return load_tensors(read_bytes(folder.method_state))
-    except (UserError, SafetensorError) as error:
-        raise UserError(
-            f"{folder.method_state}: cannot be read: {error}; is the storage shared?"
-        ) from error
+    except SafetensorError as error:
+        raise UserError(f"{folder.method_state}: cannot be read: {error}") from error
 
 
 def method_state_digest(state: MethodState) -> str:
@@ -251,29 +229,6 @@ def method_state_digest(state: MethodState) -> str:
     for name in sorted(state.tensors):
         hashed.update(state.tensors[name].numpy().tobytes())
     return hashed.hexdigest()
-
-
-# --- divergence -------------------------------------------------------------------------------
-
-
-_EVERY = 25  # steps
-
-
-class DivergenceCheck:
-    """Finds parameters, or answers to public inputs, that are no numbers any more."""
-
-    def __init__(self, model: nn.Module, inputs: Tensor) -> None:
-        self._model, self._inputs = model, inputs
-
-    def not_finite(self, flat: Tensor, step: int, last: bool) -> str:
-        """After the update of `step`; flat: all parameters. "" where all are finite."""
-        if not torch.stack(flat.aminmax()).isfinite().all():  # NaN is both; no vector is made
-            return "the parameters are"
-        if last or step % _EVERY == 0:
-            with torch.no_grad():
-                if not torch.isfinite(self._model(self._inputs)).all():
-                    return "the logits for public test inputs are"
-        return ""
 
 
 # --- attempts ---------------------------------------------------------------------------------
@@ -296,30 +251,27 @@ class Attempt:
     ledger: Ledger | None
 
     @classmethod
-    def begin(
-        cls, job: TrainJob, reducer: Reducer, stack: ExitStack, identity: dict[str, str]
-    ) -> Attempt:
-        """Begin an attempt, or continue the last one where nothing differs from it. From here on
-        worker 0 holds the ledger, until `stack` closes.
-
-        Args:
-            identity: all that a sum depends on, by name (`replay_fingerprint`).
-        """
-        newest = checkpoint.newest_step(job.folder.checkpoints)
-        ledger = cls.open_ledger(job, stack, identity, newest) if reducer.rank == 0 else None
-        return cls.shared(job, reducer, ledger, newest)
-
-    @classmethod
     def open_ledger(
         cls, job: TrainJob, stack: ExitStack, identity: dict[str, str], newest: int
     ) -> Ledger:
         """Return the ledger with this attempt on record, which stays open until `stack` closes.
 
-        newest: steps that were taken before it, by the newest checkpoint.
+        An attempt continues the last one where nothing differs from it.
+
+        Args:
+            job: of the run.
+            stack: closes the ledger.
+            identity: all that a sum depends on, by name (`replay_fingerprint`).
+            newest: steps that were taken before it, by the newest checkpoint.
         """
         ledger = stack.enter_context(Ledger.open(job.folder.ledger, job.plan.fingerprint()))
         verify_ledger(job.folder, job.plan, ledger)
-        check_same_method_state(job.folder, ledger, identity["hidden noise"])
+        last = ledger.attempts[-1]["identity"] if ledger.attempts else {}
+        if last.get("hidden noise") not in (None, identity["hidden noise"]):
+            raise UserError(
+                f"{job.folder.method_state}: is not what this run's steps were taken with; "
+                f"{RESTORE_HINT}"
+            )
         _check_ceiling(job, ledger, newest, identity)
         ledger.begin_attempt(identity)
         return ledger
@@ -327,10 +279,16 @@ class Attempt:
     @classmethod
     def shared(cls, job: TrainJob, reducer: Reducer, ledger: Ledger | None, newest: int) -> Attempt:
         """Return the attempt of worker 0's ledger, on all workers."""
-        label = "" if ledger is None else _label(job, ledger, ledger.nonce)
+        told: tuple[str, list[tuple[int, int, str]]] = "", []
+        if ledger is not None:
+            replayed = ledger.announced_steps(newest)
+            told = (
+                _label(job, ledger, ledger.nonce),
+                [(first, end, _label(job, ledger, nonce)) for first, end, nonce in replayed],
+            )
         # Nobody passes before worker 0 holds the ledger: an older attempt writes no more.
-        label = reducer.all_gather_text(label)[0]
-        return cls(label, _announced(job, reducer, ledger, newest), ledger)
+        label, announced = json.loads(reducer.all_gather_text(json.dumps(told))[0])
+        return cls(label, announced, ledger)
 
     def records_key(self, job: TrainJob, reducer: Reducer, key: bytes) -> bytes:
         """Return the key of noise that is drawn once for each record, in the first attempt.
@@ -363,25 +321,6 @@ def _label(job: TrainJob, ledger: Ledger, nonce: str) -> str:
     """Return the current attempt's label in keys. A fixed key is for tests, which want the same
     run again: no nonce then."""
     return f"{ledger.epoch}/{nonce if job.recipe.privacy.run_key is None else ''}"
-
-
-def _announced(
-    job: TrainJob, reducer: Reducer, ledger: Ledger | None, start: int
-) -> list[tuple[int, int, str]]:
-    """Return worker 0's list of the steps from `start` on that are replayed: first step, end and
-    label of each run of them."""
-    found = []
-    if ledger is not None:
-        found = [
-            (first, end, _label(job, ledger, n)) for first, end, n in ledger.announced_steps(start)
-        ]
-    count = reducer.broadcast_int(len(found))
-    told = []
-    for at in range(count):
-        said = " ".join(map(str, found[at])) if found else ""
-        first, end, label = reducer.all_gather_text(said)[0].split(" ")
-        told.append((int(first), int(end), label))
-    return told
 
 
 def _check_ceiling(job: TrainJob, ledger: Ledger, newest: int, mine: dict[str, str]) -> None:
@@ -461,20 +400,12 @@ def run_training(
         loop, learner = restore(job, reducer, stack, stop_after)
         if loop.start == 0:
             learner.measure("before")
-        if take_steps(loop, learner, host_leaves):
-            loop.finish()
-
-
-def take_steps(
-    loop: Loop, learner: RecipeLearner, host_leaves: Callable[[], bool] | None = None
-) -> bool:
-    """Take the steps that are left. Return whether nothing interrupted them."""
-    watch = InterruptionWatch(loop.job.folder, loop.step.reducer, host_leaves)
-    while loop.done < loop.last:
-        if not _take_step(loop, learner, watch):
-            return False
-    watch.close()
-    return True
+        watch = InterruptionWatch(job.folder, reducer, host_leaves)
+        while loop.done < loop.last:
+            if not _take_step(loop, learner, watch):
+                return
+        watch.close()
+        loop.finish()
 
 
 def _take_step(loop: Loop, learner: RecipeLearner, watch: InterruptionWatch) -> bool:
@@ -512,7 +443,7 @@ def restore(
     records = job.records()
     if len(records) != plan.records and not plan.nominal:
         raise UserError(f"{records.name} has {len(records)} records, the plan says {plan.records}")
-    run_key = read_run_key(folder)
+    run_key = folder.read_run_key()
     key = derive_key(run_key, "run", plan.fingerprint(), records.fingerprint, "trial", 0)
     spec = model_spec(recipe, records)
     model = initial_model(recipe, spec).to(reducer.device)
@@ -520,8 +451,7 @@ def restore(
     engine, task = build_engine(recipe, model, plan), execution.task()
     own = recipe.method.capabilities.takes_gradient_steps  # else its sums have bounds of their own
     check_clip(engine, plan.clip_norm, plan.max_expected_batch if own else 0.0)
-    flat = torch.cat([p.detach().reshape(-1) for p in engine.parameters])
-    _make_parameters_views(engine, flat)
+    flat = flat_views(engine.parameters)
     made = ensure_method_state(job, spec) if reducer.rank == 0 else False
     tensors = (
         read_method_state(folder) if reducer.all_gather_text("made" if made else "")[0] else {}
@@ -547,7 +477,9 @@ def restore(
         **replay_fingerprint(job, reducer, records.fingerprint, initial),
         "hidden noise": method_state_digest(fixed),
     }
-    attempt = Attempt.begin(job, reducer, stack, identity)
+    newest = checkpoint.newest_step(folder.checkpoints)
+    held = Attempt.open_ledger(job, stack, identity, newest) if reducer.rank == 0 else None
+    attempt = Attempt.shared(job, reducer, held, newest)
     seen = execution.transform_records(records, plan, attempt.records_key(job, reducer, key))
     step = PrivateStep(
         engine, seen, key, attempt.label,
@@ -559,8 +491,8 @@ def restore(
         recipe, plan, model, fixed, engine.parameters, seen, shards, canaries, reducer.rank,
         step.draw_key, partial(data.load, job.source, "test"), folder.private, job.shared_cache,
     )  # fmt: skip
-    divergence = DivergenceCheck(model, inputs.to(reducer.device))
-    learner = RecipeLearner(given, flat, optimizer, constrain, reducer, spec, divergence, slots)
+    probe = inputs.to(reducer.device)
+    learner = RecipeLearner(given, flat, optimizer, constrain, reducer, spec, probe, slots)
     start = learner.restore(folder)
     if attempt.ledger is not None:
         step.permit = PermitGate(folder, attempt.ledger.epoch, start, plan.steps).wait
@@ -573,6 +505,9 @@ def restore(
     return loop, learner
 
 
+_PROBED_STEPS = 25  # from one look at public inputs to the next
+
+
 class RecipeLearner:
     """A recipe's model, whose optimizer dpdist made: `dpdist.training.loop.Learner`.
 
@@ -583,7 +518,7 @@ class RecipeLearner:
         constrain: the method's, called after every update.
         reducer: of this worker.
         spec: the description of the model, before the method finalizes it.
-        divergence: looks at the numbers after a step.
+        probe: public inputs, whose logits are finite as long as training does not diverge.
         slots: tensors that a checkpoint keeps, besides those of optimizer and method.
     """
 
@@ -595,11 +530,11 @@ class RecipeLearner:
         constrain: Callable[[], None],
         reducer: Reducer,
         spec: ModelSpec,
-        divergence: DivergenceCheck,
+        probe: Tensor,
         slots: dict[str, Tensor],
     ) -> None:
         self.given, self.flat, self.optimizer, self.spec = given, flat, optimizer, spec
-        self._constrain, self._reducer, self._divergence = constrain, reducer, divergence
+        self._constrain, self._reducer, self._probe = constrain, reducer, probe
         self._execution = given.recipe.method.execution()
         self._own = self._execution.own_steps(given)
         self._kept = {**slots, **({} if self._own is None else self._own.slots)}
@@ -623,14 +558,18 @@ class RecipeLearner:
             self.flat.copy_(state.parameters)
             for name, slot in self._slots.items():
                 slot.copy_(state.slots[name])
-        if self._reducer.broadcast_int(start) != start or not self._all_equal():
+        if not self._all_equal(start):
             raise MissingRank(
                 "the workers started from different checkpoints; is the storage shared?"
             )
         return start
 
-    def _all_equal(self) -> bool:
-        return self._reducer.all_equal(checkpoint.bits_fingerprint(self.flat))
+    def _all_equal(self, done: int) -> bool:
+        """Return whether all workers hold the same parameters after so many steps."""
+        if self._reducer.world_size == 1:
+            return True
+        told = f"{done} {checkpoint.tensors_digest({'parameters': self.flat})}"
+        return len(set(self._reducer.all_gather_text(told))) == 1
 
     def is_due(self, loop: Loop) -> bool:
         """Return whether a checkpoint is due after the next step."""
@@ -673,11 +612,17 @@ class RecipeLearner:
 
     def not_finite(self, number: int, last: bool) -> str:
         """Return which numbers are not finite after a step, with a verb."""
-        return self._divergence.not_finite(self.flat, number, last)
+        if not torch.stack(self.flat.aminmax()).isfinite().all():  # NaN is both; no vector is made
+            return "the parameters are"
+        if last or number % _PROBED_STEPS == 0:
+            with torch.no_grad():
+                if not torch.isfinite(self.model(self._probe)).all():
+                    return "the logits for public test inputs are"
+        return ""
 
     def check_same(self, done: int) -> None:
         """Raise MissingRank unless all workers hold the same parameters."""
-        if not self._all_equal():
+        if not self._all_equal(done):
             raise MissingRank(f"the workers' parameters differ after step {done - 1}")
 
     def state(self, done: int) -> checkpoint.TrainState:
@@ -691,10 +636,3 @@ class RecipeLearner:
             self.measure("after")
         spec: ModelSpec = self._execution.finalize(self.spec, self.given.state)
         return spec
-
-
-def _make_parameters_views(engine: GradientEngine, flat: Tensor) -> None:
-    """Make every trainable parameter a view of the flat vector."""
-    pieces = flat.split([parameter.numel() for parameter in engine.parameters])
-    for parameter, piece in zip(engine.parameters, pieces, strict=True):
-        parameter.data = piece.view(parameter.shape)

@@ -37,7 +37,7 @@ from dpdist.data.test_inputs import fit_picture
 from dpdist.importing import ForeignModel, build_foreign
 from dpdist.models.weights import file_digest
 from dpdist.runs.recipe import parse_changes
-from dpdist.training.provenance import SAYS_WHAT_IT_SAW, describe_seen
+from dpdist.training.provenance import SAYS_WHAT_IT_SAW, describe_seen, was_compared
 
 if TYPE_CHECKING:
     from torch import nn
@@ -119,7 +119,7 @@ def make_features(
             raise UserError(
                 "--pretraining-data: must be left out for a folder of dpdist's, which says it"
             )
-        about = describe_seen(network, found.train, found.train.name, f"--model: {network}")
+        about = _seen_by(network, found.train)
         module, shape = _saved(network)
     else:
         about = declare_seen(network.name, pretraining_data, found.train.name)
@@ -161,6 +161,26 @@ def _saved(folder: Path) -> tuple[nn.Module, tuple[int, ...]]:
     if spec.has_noise:
         raise UserError(f"--model: {folder}: must answer without noise; take another network")
     return models.load_network(folder), tuple(spec.input_shape)
+
+
+def _seen_by(network: Path, private: data.Dataset) -> dict[str, Any]:
+    """Return what the model of a folder that dpdist wrote has seen: model, saw, checked, assumed.
+
+    private: records that must not be among it. Raises UserError when one is, or when nothing beside
+    the model says what it saw.
+    """
+    context = f"--model: {network}"
+    if not (network / "model.json").exists():
+        raise UserError(f"{context}: no model there")
+    compared, model = was_compared(network, private, context), models.model_hash(network)
+    found = describe_seen(network, model, private.name.partition("/")[0], context, compared)
+    if found is None:
+        raise UserError(
+            f"{context}: nothing says what it was trained on; take a folder of "
+            "`dpdist run --until pretrain`, or a release",
+            see="explanation/denoisers.md#what-the-frozen-part-saw",
+        )
+    return {"model": model, **found}
 
 
 def _write_features(

@@ -43,12 +43,6 @@ class ThreadReducer(Reducer):
     def all_reduce(self, buffer: torch.Tensor) -> None:
         buffer.copy_(torch.stack(self._meet(buffer.clone())).sum(0))
 
-    def broadcast(self, tensor, source):
-        tensor.copy_(self._meet(tensor.clone())[source])
-
-    def all_equal(self, digest: torch.Tensor) -> bool:
-        return len({int(d) for d in self._meet(digest)}) == 1
-
     def broadcast_int(self, value: int) -> int:
         return self._meet(value)[0]
 

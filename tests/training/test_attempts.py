@@ -17,7 +17,7 @@ from dpdist.privacy.ledger import Ledger
 from dpdist.randomness.keys import new_run_key
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
-from dpdist.training.job import prepare, read_run_key
+from dpdist.training.job import prepare
 
 STEPS = 4
 SECRET = {"privacy__run_key": None, "privacy__delta": 1e-3}
@@ -98,7 +98,7 @@ def key_of_records(tmp: Path, name: str, patch: pytest.MonkeyPatch, **changes: A
     with pytest.raises(Interrupt):
         execute(prepare(recipe, folder, "test"))
     (key,) = found
-    assert key != read_run_key(folder)
+    assert key != folder.read_run_key()
     return key
 
 

@@ -23,7 +23,7 @@ from dpdist.training.job import prepare
 from dpdist.training.model_setup import initial_model, model_spec
 from dpdist.training.pretraining import pretrain
 from dpdist.training.provenance import PROVENANCE_FILE, pretraining_settings
-from dpdist.training.public_training import Deformations, deform_images
+from dpdist.training.public_training import deform_images
 from dpdist.training.records import (
     external_public_records,
 )
@@ -61,9 +61,9 @@ def images(count: int = 3, side: int = 9) -> torch.Tensor:
 
 def test_each_image_has_deformations_of_its_own_that_its_seed_repeats():
     one = images(1).expand(4, -1, -1, -1)
-    first = deform_images(one, (1, 9, 9), Deformations(), generator())
+    first = deform_images(one, (1, 9, 9), generator())
     assert len({tuple(image.flatten().tolist()) for image in first}) == 4
-    assert torch.equal(first, deform_images(one, (1, 9, 9), Deformations(), generator()))
+    assert torch.equal(first, deform_images(one, (1, 9, 9), generator()))
     assert first.min() >= 0 and first.max() <= 1
 
 

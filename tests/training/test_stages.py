@@ -268,7 +268,7 @@ def test_a_recipe_does_not_begin_with_a_script_s_run(first, tmp_path):
     )  # fmt: skip
     private = load(data_source(recipe), "train")
     with pytest.raises(UserError, match="was trained by run first"):
-        describe_seen(first.run.model_folder, private, "digits", "model.initial")
+        describe_seen(first.run.model_folder, "", "digits", "model.initial", False)
     with pytest.raises(UserError):
         check_pretrained(recipe, private, "recipe")
 

@@ -31,7 +31,7 @@ from dpdist.training.ensembles import (
 from dpdist.training.job import TrainJob, prepare
 from dpdist.training.loop import TrainingDiverged
 from dpdist.training.model_setup import initial_model, model_spec
-from dpdist.training.worker import DivergenceCheck
+from dpdist.training.worker import RecipeLearner
 
 COUNT, RECORDS = 3, 40
 
@@ -160,7 +160,7 @@ def test_an_empty_shard_and_one_that_diverges_stop_nothing(whole, monkeypatch):
     def diverged(*_: Any) -> None:
         raise TrainingDiverged
 
-    monkeypatch.setattr(DivergenceCheck, "not_finite", diverged)
+    monkeypatch.setattr(RecipeLearner, "not_finite", diverged)
     assert untrained(0)
 
 

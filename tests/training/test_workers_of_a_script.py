@@ -752,9 +752,8 @@ def test_a_worker_that_dies_ends_the_others_with_one_line(tmp_path, pair, lost):
     code, said = ended[1 - lost]
     assert code == 1
     assert said == (
-        f"worker {1 - lost}: lost worker {lost} (killed, cut off or silent), and ends. Nothing "
-        "that was released is lost: run the same command again, and it continues from the newest "
-        "checkpoint\n"
+        f"worker {1 - lost}: lost worker {lost} (killed, cut off or silent), and ends; the same "
+        "command continues from the newest checkpoint\n"
     )
     assert Ledger.read(tmp_path / "own" / "private" / "ledger.jsonl").release_counts == {0: 1, 1: 1}
     again = execute_all(script, tmp_path / "own", -1)

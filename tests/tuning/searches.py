@@ -16,10 +16,10 @@ from dpdist.tuning.manifest import read_scores, read_trials
 
 def check(train: Any, folder: Path, **given: Any) -> searching.FunctionSearch:
     """A search as `dpdist.tune` prepares it."""
-    rest = {"searcher": given.get("searcher", "random"), "concurrent": None, "resources": None}
+    section = {key: given[key] for key in ("space", "num_trials", "searcher") if key in given}
     return searching._check_function_search(
-        train, given["space"], given["data"], given["num_trials"], given["score"],
-        given["privacy"], RunFolder(folder.resolve()), rest,
+        train, given["data"], given["score"], given["privacy"], RunFolder(folder.resolve()),
+        section, None,
     )  # fmt: skip
 
 

@@ -482,7 +482,7 @@ def test_a_continued_search_is_about_the_same_records_and_arguments(tmp_path, co
         {"num_trials": {"name": "fixed", "runs": 4}},
         {"space": {"lr": {"uniform": [0.1, 1]}}},
     ):
-        with pytest.raises(UserError, match=r"folder: .*give another folder, or the same"):
+        with pytest.raises(UserError, match=r"choose another --name \(in Python: folder=\)"):
             prepare(tmp_path / "own", **other)
     search.folder.settings_file(0).parent.mkdir()
     CHANGED.clear()

@@ -15,13 +15,14 @@ from dpdist.data.dataset import Dataset
 from dpdist.gradients.noise import add_noise
 from dpdist.models import ModelSpec
 from dpdist.randomness.keys import derive_key
+from dpdist.training.record_scores import ACCURACY
 from dpdist.tuning import scoring
 from dpdist.tuning.scoring import (
     _record_scores,
     certified_radii,
     compute_score,
-    correct_predictions,
     publishable_score,
+    values_by,
 )
 
 KEY = bytes(range(32))
@@ -158,7 +159,7 @@ def test_private_scores_carry_exactly_the_noise_paid_for(records, model):
     """Chi-square on 400 keys at 10^-4 a side; two thirds and three halves of it are rejected."""
     root, inputs, labels = records
     dataset = stored(root / "whole", inputs, labels)
-    exact = float(correct_predictions(model[0], dataset, 1).sum())
+    exact = float(values_by(ACCURACY, model[0], dataset, 1).sum())
     public = compute_score(model[1], dataset, ScoreRecipe(), sigma=None, noise=None, key=KEY)
     assert public == exact / 120
     drawn = np.array(
@@ -170,7 +171,7 @@ def test_private_scores_carry_exactly_the_noise_paid_for(records, model):
             for i in range(400)
         ]
     )  # fmt: skip
-    center = float(correct_predictions(model[0], dataset.first(20), 1).sum())
+    center = float(values_by(ACCURACY, model[0], dataset.first(20), 1).sum())
     statistic = (((drawn * 20 - center) / 3.0) ** 2).sum()
     low, high = stats.chi2.ppf([1e-4, 1 - 1e-4], 400)
     assert low < statistic < high
@@ -201,7 +202,7 @@ def test_a_model_that_says_no_number_is_right_about_nothing(records, model):
     first = dataset.batch(slice(0, 40)).flatten(1)[:, 0].numpy()
     for rows in (1, 7, 40):
         assert np.array_equal(
-            correct_predictions(Nothing(), dataset, rows), (first >= 0.5).astype(float)
+            values_by(ACCURACY, Nothing(), dataset, rows), (first >= 0.5).astype(float)
         )
 
 

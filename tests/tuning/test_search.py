@@ -422,7 +422,7 @@ def test_another_recipe_or_data_is_not_continued(recipe, begin):
             "never certify more than 0.424",
         ),
         (
-            {"tune": {"space": {"training.batch_size": {"integer": [100, 5000]}}}},
+            {"tune": {"space": {"training.batch_size": {"choice": [100, 5000]}}}},
             "must be <= the",
         ),
         ({"privacy": {"adjacency": "replace-one"}}, "add-or-remove-one"),

@@ -28,7 +28,6 @@ from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.training import worker
 from dpdist.training.job import prepare as prepare_training
-from dpdist.training.job import read_run_key
 from dpdist.training.records import records_with_canaries
 from dpdist.tuning import manifest, scoring
 from dpdist.tuning.manifest import read_scores, read_trials
@@ -73,7 +72,7 @@ def test_every_trial_rung_and_purpose_has_a_key_of_its_own(
         assert len(of_trial(seen, score_noise, trial)) == 2
         assert len(of_trial(seen, train_noise, trial)) in (0, steps)  # a run key read from a file
     # Each training descends from its own run key, and that from the trial's.
-    run_keys = [read_run_key(search.folder.trial_folder(t.number)) for t in trials]
+    run_keys = [search.folder.trial_folder(t.number).read_run_key() for t in trials]
     everything = {t.key for t in trials} | {bytes.fromhex("7f" * 32)}
     assert len(set(run_keys)) == RUNS and not set(run_keys) & everything
     for trial, key in zip(trials, run_keys, strict=True):

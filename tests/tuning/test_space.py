@@ -12,7 +12,13 @@ from scipy import stats
 from dpdist.config.search import Domain
 from dpdist.core.errors import UserError
 from dpdist.runs.recipe import parse_recipe
-from dpdist.tuning.space import apply_values, check_space, cost_boxes, domain_value, draw_values
+from dpdist.tuning.space import (
+    apply_values,
+    check_space,
+    domain_value,
+    draw_values,
+    settings_of_recipe,
+)
 
 
 def test_every_kind_of_domain_has_its_distribution():
@@ -71,8 +77,8 @@ def test_fields_that_only_go_together_are_set_together(recipe):
     assert [each.certify.sigma for each in found] == [0.5, 0.25, 0.125]
     batches = [each.training.batch_size for each in found]
     assert batches == [50, 100, 200]
-    priced = [box["training.batch_size"] for box in cost_boxes(asked, "r.yaml")]
-    assert priced == [(each, each) for each in batches]
+    priced = [each.training.batch_size for each in settings_of_recipe(asked, "r.yaml")]
+    assert priced == batches
     assert parse_recipe(yaml.safe_load(asked.to_yaml()), "again").tune == asked.tune
     assert "with certify.sigma 0.5, 0.25, 0.125" in asked.tune.space["method.sigma"].description
     with pytest.raises(UserError, match=r"must be one of 0\.1, 0\.2, 0\.4.*got 0\.3"):
@@ -91,9 +97,9 @@ def test_whole_methods_can_be_compared(recipe):
 @pytest.mark.parametrize(
     ("field", "domain", "message"),
     [
-        ("privacy.epsilon", {"choice": [1, 2]}, "target of training and search together"),
-        ("privacy.delta", {"choice": [1e-5]}, "one delta"),
-        ("privacy.run_key", {"choice": ["00" * 32]}, "keys are drawn"),
+        ("privacy.epsilon", {"choice": [1, 2]}, "guarantee of training and search together"),
+        ("privacy.delta", {"choice": [1e-5]}, "a term of the guarantee"),
+        ("privacy.run_key", {"choice": ["00" * 32]}, "a term of the guarantee"),
         ("data.max_train", {"integer": [10, 20]}, "the same records"),
         ("resources.workers", {"integer": [1, 2]}, "changes nothing"),
         ("certify.alpha", {"choice": [0.1]}, "error of a certificate"),
@@ -181,6 +187,6 @@ def test_sections_that_keep_what_is_fixed_can_be_compared(recipe):
         **SECTIONS, tune={"space": {"privacy": {"choice": [SECTIONS["privacy"], finer]}}}
     )
     check_space(asked, "r.yaml")
-    (first, second) = cost_boxes(asked, "r.yaml")
-    assert first["privacy.noise_multiplier"] == (4.0, 4.0)
-    assert second["privacy.noise_multiplier"] == (5.0, 5.0)
+    (first, second) = settings_of_recipe(asked, "r.yaml")
+    assert first.privacy.noise_multiplier == 4.0
+    assert second.privacy.noise_multiplier == 5.0

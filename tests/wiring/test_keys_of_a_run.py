@@ -22,7 +22,7 @@ from dpdist.core.errors import ClusterError, UserError
 from dpdist.gradients.engine import GradientEngine
 from dpdist.privacy.ledger import Ledger, ReplayConflict
 from dpdist.training import private_step, worker
-from dpdist.training.job import TrainJob, read_run_key
+from dpdist.training.job import TrainJob
 
 STEPS = 5
 DRAWING = {"name": "input-noise", "sigma": 0.2, "augmentations": 2}
@@ -92,7 +92,7 @@ def test_every_step_and_purpose_has_a_key_of_its_own(tmp_path, monkeypatch):
     job = job_of(tmp_path)
     seen = recorded(job, monkeypatch)
     check_disjoint(seen, STEPS)
-    run_key = read_run_key(job.folder)
+    run_key = job.folder.read_run_key()
     fingerprint = job.records().fingerprint
     found = secrets(seen)
     for purpose, of in found.items():
@@ -206,7 +206,7 @@ def test_a_secret_attempt_has_a_nonce(tmp_path, monkeypatch):
         for key in of:
             assert f"0/{nonce}" in seen.labels(key)
     other = job_of(tmp_path, "other", privacy__run_key=None)
-    assert read_run_key(other.folder) != read_run_key(job.folder)
+    assert other.folder.read_run_key() != job.folder.read_run_key()
     assert not all_keys(recorded(other, monkeypatch)) & all_keys(seen)
 
 
@@ -231,7 +231,7 @@ def test_a_paid_redistribution_has_keys_of_its_own(tmp_path, monkeypatch):
     assert len(seen.keys_opened_by(SAMPLING)) == len(seen.keys_opened_by(NOISE)) == STEPS + 1
     above_noise = {above for key in seen.keys_opened_by(NOISE) for above in seen.ancestors(key)}
     assert not set(seen.keys_opened_by(SAMPLING)) & (set(seen.keys_opened_by(NOISE)) | above_noise)
-    run_key = read_run_key(job.folder)
+    run_key = job.folder.read_run_key()
     assert all(
         run_key in seen.ancestors(k)
         for k in (*seen.keys_opened_by(SAMPLING), *seen.keys_opened_by(NOISE))
@@ -239,7 +239,7 @@ def test_a_paid_redistribution_has_keys_of_its_own(tmp_path, monkeypatch):
     # With a secret run key that sum's noise is fresh, and descends from no stored key.
     secret = job_of(tmp_path, "secret", method=method, model=NET, privacy__run_key=None)
     again = recorded(secret, monkeypatch)
-    run_key = read_run_key(secret.folder)
+    run_key = secret.folder.read_run_key()
     assert sum(run_key not in again.ancestors(k) for k in again.keys_opened_by(NOISE)) == 1
 
 
