@@ -276,7 +276,7 @@ def dry_run(
     return [
         *taken,
         ("guarantee", str(work.recipe.guarantee_of(work.plan, work.plan.phases))),
-        *_other_runs(work.recipe, folder, work.dataset.fingerprint),
+        *_other_runs(work.recipe, folder, work.fingerprint),
         *told,
         *describe_cost(work.recipe, work.plan),
         *units,

@@ -333,6 +333,9 @@ def _assumed_of_score(function: TrainFunction) -> list[str]:
     return [f"the number of held-out {units} ({len(function.scored):,}) is public", *own]
 
 
+_RESOURCES = ("workers", "cpus_per_worker", "gpus_per_worker", "max_failures")
+
+
 def _search_recipe(
     explorer: Explorer,
     tune: TuneRecipe,
@@ -345,6 +348,14 @@ def _search_recipe(
     raw = first.model_dump(mode="json")
     name = "".join(c if c.isalnum() or c in "._-" else "-" for c in folder.name)
     own = parse_section(ResourcesRecipe, _plain(resources or {}), "tune: resources")
+    for key, value in own.model_dump(exclude_defaults=True).items():
+        if key not in _RESOURCES:
+            raise UserError(
+                f"tune: resources.{key}: must be left out with a function, got {value}; a trial "
+                f"has {', '.join(_RESOURCES)}"
+            )
+    if own.is_elastic:
+        raise UserError(f"tune: resources.workers: must be one number, got {own.workers}")
     raw |= {
         "name": name.strip("-._") or "search",
         "privacy": {**raw["privacy"], "run_key": privacy.run_key},

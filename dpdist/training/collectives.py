@@ -334,6 +334,12 @@ class Workers:
 
     def resources(self, section: Mapping[str, Any], reproducible: bool) -> dict[str, Any]:
         """Return a recipe's section with the number of workers that there are. Raises UserError."""
+        given = section.get("workers", 1)
+        if given not in (1, self.count):
+            raise UserError(
+                f"resources.workers: must be {self.count}, the processes of this script, got "
+                f"{given}: leave it out, and start the script by torchrun or Ray Train"
+            )
         if reproducible and self.count > CANONICAL_SHARDS:
             raise UserError(
                 f"reproducible: must be False with more than {CANONICAL_SHARDS} workers, got True "

@@ -5,6 +5,7 @@ The result holds everything that a training worker needs.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -233,7 +234,58 @@ def check_data(
     if len(dataset.input_shape) == 1:
         warn_if_standardized(dataset.inputs, dataset.name)
     check_against_data(recipe, recipe.privacy.nominal_records or len(dataset), context)
+    _check_features(recipe, source)
+    _check_answers(recipe, source)
     return dataset, pretrained
+
+
+def _check_features(recipe: Recipe, source: data.DataSource) -> None:
+    """Raise UserError for a feature that is the label but for the names of its values."""
+    section = recipe.data
+    if not section.columns.features or section.targets != "class":
+        return
+    records = training_records(recipe, source)
+    inputs, labels = records.inputs, np.asarray(records.labels)
+    for place in range(inputs.shape[1]):
+        if data.tells_answer(inputs[:, place], labels):
+            rules = section.columns.feature_rules.items()
+            names = [n for name, rule in rules for n in rule.names(name)]
+            names = names or section.columns.features
+            named = names[place] if len(names) == inputs.shape[1] else f"number {place} from 0"
+            raise UserError(
+                f"data.columns.features: must not hold the answer, got {named}, which is "
+                f"{section.columns.label} but for the names of its values; take it out"
+            )
+
+
+_ANSWERS_AT_ONCE = 4096  # documents
+
+
+def _check_answers(recipe: Recipe, source: data.DataSource) -> None:
+    """Warn of documents whose answers are cut away, and raise UserError where all of them are.
+
+    They would be paid for, and nothing be learned of them.
+    """
+    if recipe.data.text is None or not recipe.data.text.has_prompts:
+        return
+    records = training_records(recipe, source)
+    empty = 0
+    for start in range(0, len(records), _ANSWERS_AT_ONCE):
+        targets = records.targets(slice(start, start + _ANSWERS_AT_ONCE))
+        empty += int((targets < 0).all(1).sum())
+    key, length = "data.text.length", recipe.data.text.length
+    if empty == len(records):
+        raise UserError(
+            f"{key}: must leave a token of an answer in some document, got {length}, by which all "
+            "answers are cut away; give a longer length"
+        )
+    if empty:
+        warnings.warn(
+            f"{key}: of {empty:,} of {len(records):,} training documents nothing is learned, since "
+            f"their answers lie behind token {length}; give a longer length, or leave them out "
+            "(the count is private)",
+            stacklevel=2,
+        )
 
 
 def _check_resources(recipe: Recipe, context: str) -> None:
