@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 # They make tables: hours to days each, and the same command continues. `gpu` needs a GPU, `speed`
 # is `make bench`.
-EXPERIMENTS := gpu/gpu speed/speed quality/canary_audits
+EXPERIMENTS := gpu/gpu speed/speed quality/canary_audits quality/real_tables
 # Two processes, each of which takes the next file of tests.
 TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
