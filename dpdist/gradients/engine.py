@@ -86,7 +86,7 @@ from dpdist.gradients.validation import (
     make_synthetic_examples,
     refuse_mixing_layers,
 )
-from dpdist.randomness.noisy_modules import override_outputs
+from dpdist.randomness.noisy_modules import override_outputs, require_modules
 
 # --- memory -----------------------------------------------------------------------------------
 
@@ -341,7 +341,7 @@ class GradientEngine:
 
     @perturbation.setter
     def perturbation(self, perturbation: Perturbation) -> None:
-        perturbation.check(self.model, list(self._named))
+        require_modules(self.model, perturbation.hidden_modules)
         if self.vmap and perturbation.hidden_modules:
             raise UserError("model.vmap: noise in a hidden layer needs the batch in one pass")
         for name in self.fallback_layers:
