@@ -49,12 +49,9 @@ def secure_sgd_claim(
     )
 
 
-def hgm_claim(noise_scale: float, delta: float, weighted_sensitivity: float = 1.0) -> Guarantee:
-    """Return HGM's Theorem 3 solved for epsilon.
-
-    It is the extended Gaussian at the weighted sensitivity.
-    """
-    value = mechanisms.extended_gaussian_epsilon(delta, noise_scale, weighted_sensitivity)
+def hgm_claim(noise_scale: float, delta: float) -> Guarantee:
+    """Return HGM's Theorem 3 solved for epsilon: the extended Gaussian at sensitivity 1."""
+    value = mechanisms.extended_gaussian_epsilon(delta, noise_scale)
     return claimed_guarantee(
         float(value), delta, "replace-one", "HGM Theorem 3", ("r > 0, fixed in advance",)
     )
