@@ -39,6 +39,16 @@ def heterogeneous_std(
     return float(scale(epsilon, delta, weighted)) * np.sqrt(r.size * r)
 
 
+def weighted_sensitivity(component_bounds: ArrayLike, r: ArrayLike) -> float:
+    """Return the weighted L2 sensitivity of HGM: max ||(A(D) - A(D')) / sqrt(K r)||_2.
+
+    HGM, Theorem 3. component_bounds: of |A(D) - A(D')|, shape (K,), jointly attainable in the worst
+    case.
+    """
+    bounds, r = np.asarray(component_bounds, float), np.asarray(r, float)
+    return float(np.sqrt(np.sum(bounds**2 / (r.size * r))))
+
+
 def smallest_delta(event: dpa.DpEvent, adjacency: Neighbors, epsilon: float) -> float:
     """Delta of an event at epsilon, by the privacy losses that its epsilon is computed from."""
     _, losses = compute_privacy_losses([event], adjacency)

@@ -64,24 +64,6 @@ def redistribution(weights: ArrayLike, floor: float = 1e-3) -> Array:
     without noise. The vector must not depend on private records, or the noise leaks them.
     """
     weights = np.asarray(weights, float)
-    if weights.ndim != 1 or not np.all(np.isfinite(weights)) or np.any(weights < 0):
-        raise ValueError("redistribution weights are a vector of finite numbers >= 0")
-    if not 0 < floor <= 1:
-        raise ValueError(f"floor must be in (0, 1], got {floor}")
     total = weights.sum()
     shares = weights / total if total > 0 else np.full(weights.shape, 1 / weights.size)
     return (1 - floor) * shares + floor / weights.size
-
-
-def weighted_sensitivity(component_bounds: ArrayLike, r: ArrayLike) -> float:
-    """Return the weighted L2 sensitivity of HGM: max ||(A(D) - A(D')) / sqrt(K r)||_2.
-
-    HGM, Theorem 3. component_bounds: of |A(D) - A(D')|, shape (K,), jointly attainable in the worst
-    case. Raises ValueError unless r > 0 and sums to 1.
-    """
-    bounds, r = np.asarray(component_bounds, float), np.asarray(r, float)
-    if r.shape != bounds.shape or r.ndim != 1:
-        raise ValueError(f"bounds and r must be vectors of one length: {bounds.shape}, {r.shape}")
-    if np.any(r <= 0) or abs(r.sum() - 1) > 1e-9:
-        raise ValueError("r must be positive and sum to 1")
-    return float(np.sqrt(np.sum(bounds**2 / (r.size * r))))
