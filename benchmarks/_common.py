@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import datetime
 import fnmatch
 import importlib.metadata
@@ -17,6 +18,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -141,6 +143,26 @@ def train_small_run(name: str, changes: dict[str, Any]) -> Path:
     job = prepare(load_recipe(find_recipe(name), changes), RunFolder(folder), name)
     fit(job, LocalExecutor())
     return folder
+
+
+def run_command(*words: str, data_root: Path | None) -> None:
+    """Run a dpdist command in this process; of what it prints, its seconds alone are shown."""
+    from dpdist.cli.main import app
+
+    root = [] if data_root is None else ["--set", f"data.root={data_root}"]
+    print("$ dpdist", *words, *root, flush=True)
+    began = time.monotonic()
+    with contextlib.redirect_stdout(io.StringIO()):
+        app([*words, *root], standalone_mode=False)
+    print(f"  {time.monotonic() - began:.0f} s", flush=True)
+
+
+def mean_and_range(values: Sequence[float], digits: int = 1) -> str:
+    """Return the mean, and of several values the least and the greatest."""
+    shown = f"{sum(values) / len(values):.{digits}f}"
+    if len(values) > 1:
+        shown += f" ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    return shown
 
 
 def choose_parts(found: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, Any]:

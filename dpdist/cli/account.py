@@ -203,7 +203,7 @@ def _print_search(one: PrivacyPlan, trials: int, as_json: bool) -> None:
     A random number must stay secret, and so must every run but the best one. A fixed number may be
     public, and all its runs may be shown.
     """
-    from dpdist.privacy.calibration import fixed_runs_guarantee, search_guarantee
+    from dpdist.privacy.calibration import search_guarantee
     from dpdist.privacy.guarantee import format_epsilon
     from dpdist.privacy.selection import TrialDistribution
 
@@ -213,7 +213,7 @@ def _print_search(one: PrivacyPlan, trials: int, as_json: bool) -> None:
         distribution = TrialDistribution(float(trials), shape)
         cost = search_guarantee(one.phases, distribution, **how)
         found.append((distribution.describe(), cost, distribution.quantile(0.95)))
-    cost = fixed_runs_guarantee(one.phases, trials, **how)
+    cost = search_guarantee(one.phases, None, trials, **how)
     found.append((f"fixed, {trials} runs", cost, trials))
     rows = [
         {"num_trials": distribution, **cost.to_output_dict(), "runs_95_percent": most}

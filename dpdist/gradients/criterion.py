@@ -76,11 +76,6 @@ def _plain(criterion: Any, outputs: Any, targets: Tensor) -> Tensor:
     return found
 
 
-def _several(criterion: Any, outputs: Any, targets: Tensor) -> Tensor:
-    found: Tensor = criterion(*outputs, targets)
-    return found
-
-
 _OF: dict[type[nn.Module], _Values] = {
     nn.CrossEntropyLoss: _of_classes,
     nn.NLLLoss: _of_classes,
@@ -93,8 +88,6 @@ _OF: dict[type[nn.Module], _Values] = {
     nn.GaussianNLLLoss: _gaussian,
     nn.MultiLabelMarginLoss: _plain,
     nn.MultiMarginLoss: _plain,
-    nn.CosineEmbeddingLoss: _several,
-    nn.MarginRankingLoss: _several,
 }  # fmt: skip
 
 

@@ -47,11 +47,11 @@ from dpdist.gradients.hooks import (
     WHOLE,
     Inputs,
     Layer,
-    LayerCallback,
     LayoutError,
     Losses,
     Objective,
     OwnLoss,
+    collector,
     device_of,
     each_tensor,
     example_losses,
@@ -86,7 +86,7 @@ from dpdist.gradients.validation import (
     make_synthetic_examples,
     refuse_mixing_layers,
 )
-from dpdist.randomness.noisy_modules import override_outputs
+from dpdist.randomness.noisy_modules import override_outputs, require_modules
 
 # --- memory -----------------------------------------------------------------------------------
 
@@ -341,7 +341,7 @@ class GradientEngine:
 
     @perturbation.setter
     def perturbation(self, perturbation: Perturbation) -> None:
-        perturbation.check(self.model, list(self._named))
+        require_modules(self.model, perturbation.hidden_modules)
         if self.vmap and perturbation.hidden_modules:
             raise UserError("model.vmap: noise in a hidden layer needs the batch in one pass")
         for name in self.fallback_layers:
@@ -693,7 +693,7 @@ class GradientEngine:
         with override_outputs(self.model, self._hidden_noise(record_ids, draw_key, draw)):
             return run_pass(
                 self.model, self._layers, self.objective, seen, targets, values,
-                _collector(gradients), weights=share,
+                collector(gradients), weights=share,
             )  # fmt: skip
 
     def perturb_inputs(
@@ -987,7 +987,7 @@ class GradientEngine:
             return tensor
 
         gradients = self._empty_gradients()
-        collect = _collector(gradients)
+        collect = collector(gradients)
 
         def watch(layer: Layer, call: LayerCall) -> None:
             nonlocal kept
@@ -1046,14 +1046,6 @@ def _records_at(place: int, inputs: Inputs, targets: Tensor) -> tuple[Inputs, Te
     """
     record = each_tensor(lambda each: each[:, place].contiguous(), inputs)
     return record, targets[:, place].contiguous()
-
-
-def _collector(gradients: list[PerExampleGradient]) -> LayerCallback:
-    def collect(layer: Layer, call: LayerCall) -> None:
-        for local, contribution in layer.rule(call):
-            gradients[layer.parameter_indices[local]].add(contribution)
-
-    return collect
 
 
 # --- the objective ----------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from dpdist.gradients.layer_rules import (
     find_rule,
     per_example_vjp,
 )
-from dpdist.gradients.per_example import LayerCall, sums_in_order
+from dpdist.gradients.per_example import LayerCall, PerExampleGradient, sums_in_order
 from dpdist.gradients.random_passes import Draws, States, find_draws, random_states
 
 # --- losses and batches -----------------------------------------------------------------------
@@ -177,6 +177,16 @@ Beginnings = frozenset[tuple[int, int]]
 _HALF = (torch.float16, torch.bfloat16)
 
 LayerCallback = Callable[[Layer, LayerCall], None]
+
+
+def collector(gradients: Sequence[PerExampleGradient]) -> LayerCallback:
+    """Return a callback that adds what each layer's rule makes of its calls to the gradients."""
+
+    def collect(layer: Layer, call: LayerCall) -> None:
+        for local, contribution in layer.rule(call):
+            gradients[layer.parameter_indices[local]].add(contribution)
+
+    return collect
 
 
 class LayoutError(UserError):

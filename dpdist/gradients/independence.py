@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from dpdist.core.errors import UserError
 from dpdist.gradients.hooks import (
     Inputs,
-    Layer,
     Objective,
     OwnLoss,
+    collector,
     device_of,
     drawing_as_in_passes,
     each_tensor,
@@ -35,7 +35,7 @@ from dpdist.gradients.hooks import (
     run_pass,
     take,
 )
-from dpdist.gradients.per_example import LayerCall, PerExampleGradient
+from dpdist.gradients.per_example import PerExampleGradient
 from dpdist.gradients.random_passes import States, random_states, restore_states
 from dpdist.gradients.validation import (
     describe_layout,
@@ -235,14 +235,10 @@ class _Screening:
     def _gradients(
         self, inputs: Inputs, targets: Tensor, values: Mapping[str, Tensor] | None = None
     ) -> tuple[Tensor, list[PerExampleGradient]]:
-        gradients = self.make_gradients()
-
-        def collect(layer: Layer, call: LayerCall) -> None:
-            for local, contribution in layer.rule(call):
-                gradients[layer.parameter_indices[local]].add(contribution)
-
-        own = self.values if values is None else values
-        losses = run_pass(self.model, self.layers, self.objective, inputs, targets, own, collect)
+        gradients, own = self.make_gradients(), self.values if values is None else values
+        losses = run_pass(
+            self.model, self.layers, self.objective, inputs, targets, own, collector(gradients)
+        )
         return losses, gradients
 
     def _squares(self, gradients: list[PerExampleGradient], count: int) -> list[Tensor]:

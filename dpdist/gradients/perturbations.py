@@ -14,20 +14,19 @@ Philox stream (numpy) whose key is derived by BLAKE2b from the step's draw key.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
 from dpdist.core.errors import UserError
 from dpdist.randomness.keys import KEY_BYTES, derive_key
 from dpdist.randomness.noise_location import ModuleNoise
-from dpdist.randomness.noisy_modules import perturb_output, require_modules
+from dpdist.randomness.noisy_modules import perturb_output
 
 # --- crop and flip ----------------------------------------------------------------------------
 
@@ -107,12 +106,6 @@ def _philox_key(draw_key: bytes, purpose: str, draw: int) -> int:
     return int.from_bytes(derive_key(draw_key, purpose, draw)[:16], "little")
 
 
-def _scale(name: str, value: float) -> float:
-    if not (math.isfinite(value) and value >= 0):
-        raise UserError(f"{name} must be a finite number >= 0, got {value}")
-    return float(value)
-
-
 class Perturbation:
     """No perturbation, once: plain DP-SGD. The base of all draws.
 
@@ -132,19 +125,9 @@ class Perturbation:
     def __init__(
         self, count: int = 1, *, aggregate: Aggregate = "mean", gradient_scale: float = 1.0
     ) -> None:
-        if count < 1 or int(count) != count:
-            raise UserError(f"the number of draws must be an integer >= 1, got {count}")
-        if aggregate not in ("mean", "sum"):
-            raise UserError(f"aggregate must be 'mean' or 'sum', got {aggregate!r}")
-        if not (math.isfinite(gradient_scale) and gradient_scale > 0):
-            raise UserError(f"gradient_scale must be positive and finite, got {gradient_scale}")
-        self.count = int(count)
+        self.count = count
         self.aggregate = aggregate
         self.gradient_weight = gradient_scale * (1.0 / count if aggregate == "mean" else 1.0)
-
-    def check(self, model: nn.Module, trainable: Sequence[str]) -> None:
-        """Raise UserError if these draws do not fit the model (names of trained parameters)."""
-        require_modules(model, self.hidden_modules)
 
     def perturb_parameters(
         self, parameters: Mapping[str, Tensor], draw_key: bytes, draw: int
@@ -173,7 +156,7 @@ class Perturbation:
 class ParameterPerturbation(Perturbation):
     """theta + std * N(0, I) on every trainable parameter (DPlis, PoPETs 2021, Equation 6).
 
-    std: per-weight standard deviation, or one per parameter name; public. per_example: every
+    std: per-weight standard deviation; public. per_example: every
     record has its own noise (the paper's Algorithm 2 as written; memory is micro-batch x
     parameters and there is no book-keeping to save it); False shares one draw over the batch, as
     the authors' code does. Both are equally private. input_std: the inputs of a draw get noise of
@@ -183,29 +166,14 @@ class ParameterPerturbation(Perturbation):
     def __init__(
         self,
         count: int,
-        std: float | Mapping[str, float],
+        std: float,
         *,
         per_example: bool = False,
         aggregate: Aggregate = "mean",
         input_std: float = 0.0,
     ) -> None:
         super().__init__(count, aggregate=aggregate)
-        self.input_std = _scale("input_std", input_std)
-        if isinstance(std, Mapping):
-            self.std: float | dict[str, float] = {
-                name: _scale(f"std of {name}", value) for name, value in std.items()
-            }
-        else:
-            self.std = _scale("std", std)
-        self.per_example = per_example
-
-    def check(self, model: nn.Module, trainable: Sequence[str]) -> None:
-        unknown = sorted(set(self.std) - set(trainable)) if isinstance(self.std, dict) else []
-        if unknown:
-            raise UserError(f"ParameterDraws: std given for what is not trained: {unknown}")
-
-    def _std(self, name: str) -> float:
-        return self.std.get(name, 0.0) if isinstance(self.std, dict) else self.std
+        self.std, self.input_std, self.per_example = std, input_std, per_example
 
     def perturb_parameters(
         self, parameters: Mapping[str, Tensor], draw_key: bytes, draw: int
@@ -227,7 +195,7 @@ class ParameterPerturbation(Perturbation):
         out = {}
         for (name, value), piece in zip(parameters.items(), pieces, strict=True):
             shaped = piece.view(*noise.shape[:-1], *value.shape)
-            out[name] = value + self._std(name) * shaped.to(value)
+            out[name] = value + self.std * shaped.to(value)
         return out
 
 
@@ -251,9 +219,9 @@ class InputPerturbation(Perturbation):
     to example b may depend on example b, the key and public data only.
     """
 
-    def __init__(self, count: int, std: float | Tensor, *, aggregate: Aggregate = "mean") -> None:
-        super().__init__(count, aggregate=aggregate)
-        self.input_std = std if isinstance(std, Tensor) else _scale("std", std)
+    def __init__(self, count: int, std: float | Tensor) -> None:
+        super().__init__(count)
+        self.input_std = std
 
 
 class HiddenPerturbation(Perturbation):
@@ -263,12 +231,9 @@ class HiddenPerturbation(Perturbation):
     one example's output: the heterogeneous Gaussian's redistribution (HGM, IJCAI 2019); public.
     """
 
-    def __init__(
-        self, count: int, module: str, std: float | Tensor, *, aggregate: Aggregate = "mean"
-    ) -> None:
-        super().__init__(count, aggregate=aggregate)
-        self.hidden_modules = (module,)
-        self.std = std if isinstance(std, Tensor) else _scale("std", std)
+    def __init__(self, count: int, module: str, std: float | Tensor) -> None:
+        super().__init__(count)
+        self.hidden_modules, self.std = (module,), std
 
     def perturb_output(
         self, output: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int, module: int = 0

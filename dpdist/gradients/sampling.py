@@ -120,17 +120,12 @@ class Blocks:
         capacity = _capacity(expected, count, sample_rate)
         return cls(count, min(capacity, batch_cap) if batch_cap is not None else capacity)
 
-    def split(self, key: bytes, ids: np.ndarray) -> list[np.ndarray]:
-        """Positions in `ids` (int64, distinct, >= 0), block by block; no block is empty.
-
-        Within a block the order is the hash's, so it does not depend on the order of `ids` either.
-        """
-        return [block for _, block in self.labeled(key, ids)]
-
     def labeled(self, key: bytes, ids: np.ndarray) -> list[tuple[str, np.ndarray]]:
-        """Return the blocks as `split` does, each with its name: the hashes that it is for.
+        """Return positions in `ids` (int64, distinct, >= 0), block by block; no block is empty.
 
-        A block of one name has the same records, but for one, where one record more joins.
+        Each is behind its name: the hashes that it is for. A block of one name has the same
+        records, but for one, where one record more joins. Within a block the order is the hash's,
+        so it does not depend on the order of `ids` either.
         """
         hashes = keyed_hash(derive_key(key, "blocks"), ids)
         order = np.argsort(hashes, kind="stable")

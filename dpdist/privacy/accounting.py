@@ -62,10 +62,6 @@ def _rescale_noise(event: dpa.DpEvent, sensitivity: float) -> dpa.DpEvent:
         return dpa.GaussianDpEvent(event.noise_multiplier / sensitivity)
     if isinstance(event, CountsDpEvent):
         return event.gaussian_for_rdp(sensitivity)
-    if isinstance(event, dpa.LaplaceDpEvent):
-        if event.noise_multiplier == 0:
-            return dpa.NonPrivateDpEvent()
-        return dpa.LaplaceDpEvent(event.noise_multiplier / sensitivity)
     changed = _map_parts(event, lambda part: _rescale_noise(part, sensitivity))
     same = isinstance(event, dpa.NoOpDpEvent | dpa.NonPrivateDpEvent)
     if changed is not event or sensitivity == 1 or same:
@@ -190,8 +186,6 @@ def _approximate_event(event: dpa.DpEvent) -> dpa.DpEvent:
     if isinstance(event, dpa.TruncatedSubsampledGaussianDpEvent):
         inner = dpa.GaussianDpEvent(event.noise_multiplier)
         return dpa.PoissonSampledDpEvent(event.sampling_probability, inner)
-    if isinstance(event, dpa.PoissonSampledDpEvent) and isinstance(event.event, dpa.LaplaceDpEvent):
-        return event.event
     if isinstance(event, dpa.RandomizedResponseDpEvent):
         return dpa.NoOpDpEvent()
     if isinstance(event, WorstOfDpEvent):

@@ -133,10 +133,6 @@ class RenyiFilter:
     def __str__(self) -> str:
         return f"epsilon {self.epsilon!r} at delta {self.delta!r}, {self.adjacency}"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the filter as plain JSON types; the fields are the arguments."""
-        return asdict(self)
-
 
 @lru_cache(maxsize=1024)  # every charge is counted anew with each new one
 def _divergence(phases: tuple[Phase, ...], records: int, adjacency: Neighbors, order: int) -> float:
@@ -392,7 +388,7 @@ class DataBudget(JournalBacked):
         name: a public name of the data. hash_dtype: the type of its records' hashes. key_id: of
         the key under which they are kept.
         """
-        terms = {"ceiling": None if ceiling is None else ceiling.to_dict()}
+        terms = {"ceiling": None if ceiling is None else asdict(ceiling)}
         header = {"format": _FORMAT, "name": name, "terms": terms, "hashed": hash_dtype}
         header["key"] = key_id
         path = folder / f"{secrets.token_hex(8)}{BUDGET_SUFFIX}"

@@ -354,35 +354,21 @@ def combine_training_and_scoring(
 
 def search_guarantee(
     phases: Sequence[Phase],
-    distribution: TrialDistribution,
+    distribution: TrialDistribution | None,
+    runs: int | None = None,
     *,
     records: int,
     delta: float,
     adjacency: Neighbors = "add-or-remove-one",
 ) -> Guarantee:
-    """Return the guarantee of a search with a secret K: the smaller of two bounds.
+    """Return the guarantee of a search over trials, each of these phases (`repeat_phases`).
 
-    One is from the loss distribution of one run (`dpdist.privacy.pld`), the other by Renyi DP
-    (Papernot and Steinke 2022, Theorems 2 and 6); the result's source says which.
+    With a secret number of trials it is the smaller of two bounds. One is from the loss
+    distribution of one run (`dpdist.privacy.pld`), the other by Renyi DP (Papernot and Steinke
+    2022, Theorems 2 and 6); the result's source says which. With a public number it is plain
+    composition.
 
     Raises dpdist.privacy.accounting.UnsupportedMechanismError when a run has neither.
     """
-    search = RepeatAndSelect(tuple(phases), distribution.mean, distribution.shape)
-    return PrivacyPlan(records, (search,), delta, adjacency=adjacency).guarantee()
-
-
-def fixed_runs_guarantee(
-    phases: Sequence[Phase],
-    runs: int,
-    *,
-    records: int,
-    delta: float,
-    adjacency: Neighbors = "add-or-remove-one",
-) -> Guarantee:
-    """Return the guarantee of a fixed, public number of runs, by plain composition.
-
-    All runs may be shown.
-    """
-    if runs < 1:
-        raise ValueError(f"the number of runs must be at least 1, got {runs}")
-    return PrivacyPlan(records, tuple(phases) * runs, delta, adjacency=adjacency).guarantee()
+    search = repeat_phases(phases, distribution, runs)
+    return PrivacyPlan(records, search, delta, adjacency=adjacency).guarantee()

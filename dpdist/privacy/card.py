@@ -163,12 +163,6 @@ EVALUATION_UNPROTECTED = (
 )
 
 
-def _without_record_count(guarantee: Guarantee) -> Guarantee:
-    """Return a guarantee without the assumption that tells the number of records."""
-    kept = tuple(line for line in guarantee.assumptions if "is public" not in line)
-    return replace(guarantee, assumptions=kept)
-
-
 def _epsilon_at_delta(guarantee: Guarantee) -> dict[str, Any]:
     return {"delta": guarantee.delta, "epsilon": guarantee.to_dict()["epsilon"]}
 
@@ -179,7 +173,6 @@ def build_card(
     *,
     earlier: Sequence[Phase] = (),
     private: bool = True,
-    show_records: bool = True,
     unit: str = "one record",
     data_set: Guarantee | None = None,
     assumptions: Sequence[str] = (),
@@ -191,8 +184,7 @@ def build_card(
 
     ledger: what was really released; without it the plan is taken as executed. earlier: what the
     runs released that the run began with. private: False for a
-    run with a fixed key or without noise, which the card then says. show_records: False keeps the
-    number of records (and with it the sampling rate's meaning) out. unit: what is protected.
+    run with a fixed key or without noise, which the card then says. unit: what is protected.
     data_set: what the data set has cost in all runs. assumptions: what must hold besides. extra:
     further facts (library versions, model, recipe). kind: of the guarantee.
 
@@ -205,7 +197,6 @@ def build_card(
     whole = replace(plan, phases=phases)
     paths = whole.path_events(phases)
     main = replace(whole.guarantee_for_events(paths), kind=kind)
-    main = main if show_records else _without_record_count(main)
     deltas = sorted({plan.delta, *_DELTAS}, reverse=True)
     profile = [whole.guarantee_for_events(paths, delta) for delta in deltas] if private else [main]
     described = {
@@ -219,14 +210,13 @@ def build_card(
         "library": accounting.library_version(),
         "mechanism": [_line(plan.in_units(phase.description)) for phase in phases],
         "clip_norm": whole.clip_norm if whole.relies_on_clipping else "none",
-        "records": plan.records if show_records and not plan.trained_elsewhere else None,
+        "records": None if plan.trained_elsewhere else plan.records,
         "records_are": "declared" if plan.nominal else "counted",
         "released_besides": [],  # of the format: nothing is released but the phases
         "reexecuted_releases": 0 if ledger is None else ledger.num_superseded,
         "data_set": None if data_set is None else data_set.to_dict(),
-        # With the other entries at hand, the fingerprint would give N away to a search.
-        "plan": plan.fingerprint() if show_records else None,
-        "accounted": whole.to_dict() if show_records else None,
+        "plan": plan.fingerprint(),
+        "accounted": whole.to_dict(),
         "assumptions": [_line(each) for each in (*main.assumptions, *assumptions)],
         "notes": [_line(each) for each in (EVALUATION_UNPROTECTED, *notes)],
     }
@@ -335,8 +325,7 @@ def _summary_rows(card_dict: Mapping[str, Any]) -> list[str]:
         )
     rows["accounting library"] = card_dict["library"]
     rows["releases of re-executed steps, charged"] = card_dict["reexecuted_releases"]
-    if card_dict["plan"]:
-        rows["plan"] = f"`{card_dict['plan'][:16]}`"
+    rows["plan"] = f"`{card_dict['plan'][:16]}`"
     return [f"| {name} | {value} |" for name, value in rows.items()]
 
 

@@ -1,8 +1,8 @@
 """Compute guarantees of single mechanisms from their noise, noise from guarantees, delta(epsilon).
 
-Everything is float64 and broadcasts over array arguments. Noise scales are standard deviations
-(Gaussian) or Laplace parameters b, in the units of the sensitivity. A value that is found
-numerically is rounded to the safe side: more noise, larger epsilon.
+Everything is float64 and broadcasts over array arguments. Noise scales are standard deviations, in
+the units of the sensitivity. A value that is found numerically is rounded to the safe side: more
+noise, larger epsilon.
 
 Shuffled fixed batches have no plan: no useful upper bound is known, and accounting them as Poisson
 sampling understates the loss, by orders of magnitude when the noise is small. The known lower

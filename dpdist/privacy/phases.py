@@ -408,29 +408,30 @@ class GaussianSteps(Phase):
 
 
 @dataclass(frozen=True)
-class _Releases(Phase):
-    """`count` noisy sums over a Poisson sample, beside the training."""
+class GaussianReleases(Phase):
+    """`count` sums over a Poisson sample, released beside the training with Gaussian noise.
 
+    Each record's part is clipped to some L2 norm c of its own; the noise is noise_multiplier * c.
+    """
+
+    kind: ClassVar[str] = "gaussian-releases"
     noise_multiplier: float
     count: int = 1
     sample_rate: float = 1.0
-    release_name: ClassVar[str]
-    bound_assumption: ClassVar[str]
+    release_name: ClassVar[str] = "Gaussian sum beside the training"
+    bound_assumption: ClassVar[str] = (
+        "what is released beside the steps is clipped per record as well"
+    )
 
     def __post_init__(self) -> None:
         check_count("count", self.count)
         check_release(self.noise_multiplier, self.sample_rate)
 
-    @abstractmethod
-    def _single_event(self) -> dpa.DpEvent:
-        """Return the event of a release without sampling."""
-
     def events(self, records: int) -> list[dpa.DpEvent]:
         import dp_accounting as dpa
 
-        return [
-            dpa.SelfComposedDpEvent(_sampled(self._single_event(), self.sample_rate), self.count)
-        ]
+        one = _sampled(dpa.GaussianDpEvent(self.noise_multiplier), self.sample_rate)
+        return [dpa.SelfComposedDpEvent(one, self.count)]
 
     def repeat(self, runs: int) -> tuple[Phase, ...]:
         return (replace(self, count=self.count * runs),)
@@ -448,56 +449,16 @@ class _Releases(Phase):
 
 
 def _exact_loss(
-    phase: Any, size: int, grid: float, kind: str = "gaussian"
+    phase: GaussianReleases | NoisyVotes, size: int, grid: float
 ) -> tuple[PrivacyLossDistribution, int] | None:
-    """Return the loss of `size` records that move a phase's unsampled releases; None if no noise.
-
-    kind: of the noise, gaussian or laplace.
-    """
+    """Return the loss of `size` records that move unsampled releases; None without noise."""
     from dp_accounting.pld import privacy_loss_distribution as library
 
     if phase.noise_multiplier == 0:
         return None
     count, noise = getattr(phase, "count", 1), phase.noise_multiplier / size
-    make = getattr(library, f"from_{kind}_mechanism")
-    one = make(noise, value_discretization_interval=grid)
+    one = library.from_gaussian_mechanism(noise, value_discretization_interval=grid)
     return (one if count == 1 else one.self_compose(count)), count
-
-
-@dataclass(frozen=True)
-class LaplaceReleases(_Releases):
-    """`count` releases with Laplace noise of scale noise_multiplier * (L1 bound of one record)."""
-
-    kind: ClassVar[str] = "laplace-releases"
-    release_name: ClassVar[str] = "Laplace releases"
-    bound_assumption: ClassVar[str] = "Laplace parts bound a record's contribution in L1 norm"
-
-    def _single_event(self) -> dpa.DpEvent:
-        import dp_accounting as dpa
-
-        return dpa.LaplaceDpEvent(self.noise_multiplier)
-
-    def group_loss(self, size: int, grid: float) -> tuple[PrivacyLossDistribution, int] | None:
-        return None if self.sample_rate < 1 else _exact_loss(self, size, grid, "laplace")
-
-
-@dataclass(frozen=True)
-class GaussianReleases(_Releases):
-    """`count` sums over a Poisson sample, released beside the training with Gaussian noise.
-
-    Each record's part is clipped to some L2 norm c of its own; the noise is noise_multiplier * c.
-    """
-
-    kind: ClassVar[str] = "gaussian-releases"
-    release_name: ClassVar[str] = "Gaussian sum beside the training"
-    bound_assumption: ClassVar[str] = (
-        "what is released beside the steps is clipped per record as well"
-    )
-
-    def _single_event(self) -> dpa.DpEvent:
-        import dp_accounting as dpa
-
-        return dpa.GaussianDpEvent(self.noise_multiplier)
 
 
 class _Queries(GaussianReleases):
@@ -1047,7 +1008,6 @@ class NoisyVotes(UpfrontPhase):
 
 _CLASSES: tuple[type[Phase], ...] = (
     GaussianSteps,
-    LaplaceReleases,
     GaussianReleases,
     FixedBatches,
     GaussianAnswers,

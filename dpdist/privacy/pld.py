@@ -103,9 +103,6 @@ FINEST_GRID = 1e-4
 _ROUNDING = 1e-15
 
 
-_LARGEST_EXPONENT = 700.0  # of e, in a float64
-
-
 class UnsupportedMechanismError(ValueError):
     """No implemented theorem covers this event under this accountant and neighboring relation."""
 
@@ -174,22 +171,6 @@ def _count_releases(event: dpa.DpEvent) -> int:
         releases: int = math.ceil(event.mean * _count_releases(event.event))
         return releases
     return 1
-
-
-def _laplace_pld(
-    noise_multiplier: float, sample_rate: float, adjacency: Neighbors, grid: float
-) -> PrivacyLossDistribution:
-    if adjacency == "replace-one":
-        if sample_rate < 1.0:
-            raise UnsupportedMechanismError(
-                "subsampled Laplace noise is not supported under replace-one"
-            )
-        noise_multiplier = noise_multiplier / 2
-    if sample_rate < 1.0 and 1 / noise_multiplier > _LARGEST_EXPONENT:
-        raise LossTooLarge(f"a sampled Laplace release with noise {noise_multiplier:g}")
-    return pld_library.from_laplace_mechanism(
-        noise_multiplier, sampling_prob=sample_rate, value_discretization_interval=grid
-    )
 
 
 def compose_pld(
@@ -288,11 +269,6 @@ def _mechanism_pld(
             )
         one = sampled_gaussian_pld(inner.noise_multiplier, sample_rate, adjacency, grid)
         return one.self_compose(count)
-    if isinstance(inner, dpa.LaplaceDpEvent):
-        if inner.noise_multiplier == 0:
-            return None
-        one = _laplace_pld(inner.noise_multiplier, sample_rate, adjacency, grid)
-        return one.self_compose(count)
     if isinstance(event, dpa.TruncatedSubsampledGaussianDpEvent):
         if event.noise_multiplier == 0:
             return None
@@ -306,10 +282,8 @@ def _mechanism_pld(
             raise UnsupportedMechanismError(
                 "randomized response is accounted under replace-one only"
             )
-        if event.noise_parameter == 0 and event.num_buckets > 1:
+        if event.noise_parameter == 0:
             return None
-        if event.num_buckets == 1:
-            return identity
         return pld_library.from_randomized_response(
             noise_parameter=event.noise_parameter,
             num_buckets=event.num_buckets,

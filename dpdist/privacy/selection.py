@@ -96,31 +96,6 @@ class TrialDistribution:
             return self.mean * missed ** (self.max_runs - 1)
         return self.mean * (1 + math.expm1(-self.log_gamma) * t) ** -(1 + self.shape)
 
-    def log_pmf(self, runs: int) -> float:
-        """Return ln P(K = runs)."""
-        from scipy.special import gammaln
-
-        if self.max_runs is not None:
-            from scipy.stats import binom
-
-            return float(binom.logpmf(runs, self.max_runs, self.mean / self.max_runs))
-        if math.isinf(self.shape):
-            if runs < 0:
-                return -math.inf
-            return float(runs * math.log(self.mean) - self.mean - gammaln(runs + 1))
-        if runs < 1:
-            return -math.inf
-        if self.mean == 1:
-            return 0.0 if runs == 1 else -math.inf
-        log_rest = runs * math.log(-math.expm1(self.log_gamma))
-        if self.shape == 0:
-            return log_rest - math.log(runs) - math.log(-self.log_gamma)
-        # For a negative shape both gamma(shape) and gamma^-shape - 1 are negative: gammaln and abs
-        # take the sign out of both.
-        ways = gammaln(runs + self.shape) - gammaln(self.shape) - gammaln(runs + 1)
-        log_norm = math.log(abs(math.expm1(-self.shape * self.log_gamma)))
-        return float(log_rest + ways - log_norm)
-
     def tail_probability(self, runs: int) -> float:
         """Return P(K >= runs)."""
         if self.max_runs is not None:
@@ -155,10 +130,15 @@ class TrialDistribution:
     def _head(self, runs: int) -> float:
         """Return P(1 <= K < runs) for a negative shape, by ratios of neighboring probabilities."""
         import numpy as np
+        from scipy.special import gammaln
 
+        # Both gamma(shape) and gamma^-shape - 1 are negative: gammaln and abs take the sign out.
+        ways = gammaln(1 + self.shape) - gammaln(self.shape)
+        log_norm = math.log(abs(math.expm1(-self.shape * self.log_gamma)))
+        one = math.exp(math.log(-math.expm1(self.log_gamma)) + ways - log_norm)
         k = np.arange(1, runs - 1)
         ratios = -math.expm1(self.log_gamma) * (k + self.shape) / (k + 1)
-        return float(math.exp(self.log_pmf(1)) * (1 + np.cumprod(ratios).sum()))
+        return float(one * (1 + np.cumprod(ratios).sum()))
 
     def quantile(self, probability: float) -> int:
         """Return the smallest k with P(K <= k) >= probability, 0 <= probability < 1.

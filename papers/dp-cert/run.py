@@ -20,14 +20,11 @@ epsilon about 2.9 at delta = 1e-6, without public data.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import fnmatch
-import io
 import json
 import math
 import signal
 import sys
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,15 +32,15 @@ from statistics import mean
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from _common import parse_arguments, require_data
+from _common import mean_and_range, parse_arguments, require_data, run_command
 
 from dpdist.certification.table import CertificateTable
-from dpdist.cli.main import app
 from dpdist.cluster.session import connect
 from dpdist.core import optional_imports
 from dpdist.core.errors import ClusterError, UserError
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.reports.charts import Axis, Line, chart
+from dpdist.reports.compare import markdown_table
 from dpdist.reports.results import RunResults, load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import find_recipe, load_recipe
@@ -398,14 +395,7 @@ class Bench:
             )
 
     def _dpdist(self, *words: str) -> None:
-        words = (*words, "--runs", str(self.runs))
-        if self.data_root is not None:
-            words += ("--set", f"data.root={self.data_root}")
-        print("$ dpdist", *words, flush=True)
-        began = time.monotonic()
-        with contextlib.redirect_stdout(io.StringIO()):
-            app(list(words), standalone_mode=False)
-        print(f"  {time.monotonic() - began:.0f} s", flush=True)
+        run_command(*words, "--runs", str(self.runs), data_root=self.data_root)
 
     def done(self, name: str) -> bool:
         return (self.runs / name / "report" / "index.html").exists()
@@ -438,10 +428,7 @@ def certified(facts: RunResults, more: bool, radii: Iterable[float]) -> dict[flo
 
 def percent(values: list[float]) -> str:
     """The mean, and the range of several."""
-    shown = f"{100 * mean(values):.1f}"
-    if len(values) > 1:
-        shown += f" ({100 * min(values):.1f} to {100 * max(values):.1f})"
-    return shown
+    return mean_and_range([100 * value for value in values])
 
 
 def table(bench: Bench) -> str:
@@ -470,10 +457,10 @@ def table(bench: Bench) -> str:
                 whole.append(begin + [percent(cell) if cell else "" for cell in cells])
         head = [f"{task[0]}, sigma {task[1]:g}", "epsilon", "delta"]
         radii = [f"certified at {radius:g}" for radius in published]
-        lines += _markdown([*head, "clean", *radii], spaced)
+        lines += ["", markdown_table([[*head, "clean", *radii], *spaced])]
         if len(whole) > 1:
             head[0] += ", all images"
-            lines += _markdown([*head, *radii], whole)
+            lines += ["", markdown_table([[*head, *radii], *whole])]
     return "\n".join(lines)
 
 
@@ -532,11 +519,6 @@ def figure(lines: list[dict[str, Any]]) -> str:
         Axis("not certified, %", max(20.0, 5 * math.ceil(highest / 5))),
     )
     return chart(shown, *axes, description="; ".join(said), title=title)
-
-
-def _markdown(head: list[str], rows: list[list[str]]) -> list[str]:
-    parts = [head, ["---"] * len(head), *rows]
-    return ["", *(f"| {' | '.join(part)} |" for part in parts)]
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -36,13 +36,20 @@ import pyarrow as pa
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from _common import append_line, make_images, parse_arguments, require_data, scratch_folder
+from _attacked import attack_hits
+from _common import (
+    append_line,
+    make_images,
+    mean_and_range,
+    parse_arguments,
+    require_data,
+    scratch_folder,
+)
 from _common import read_lines as read
 from scipy.stats import t as student_t
 from torch import nn
 
 from dpdist import models
-from dpdist.attacks.job import Assignment, AttackBatch, Worker, choose_backend, counting_assignment
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification import worker as certifying
 from dpdist.certification.expected_scores import ExpectedScores
@@ -52,7 +59,6 @@ from dpdist.certification.worker import expected_log_scores
 from dpdist.core.fields import ATTACKS
 from dpdist.data import Dataset
 from dpdist.randomness.keys import StreamKeys
-from dpdist.randomness.noise_location import find_noise_location
 from dpdist.reports.compare import markdown_table
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, find_recipe, load_recipe
@@ -186,29 +192,11 @@ def certified(
 def attacked(
     model: nn.Module, test: Dataset, settings: AttackSettings, source: StreamKeys
 ) -> dict[str, Any]:
-    """Whether each chosen image is answered rightly, by attack and size, as a worker of `dpdist
-    attack` does it; 0 is no attack.
-    """
-    chosen = np.asarray(settings.indices(len(test)))
-    x, labels = test.batch(chosen).numpy(), np.asarray(test.labels, np.int64)[chosen]
+    """Whether each chosen image is answered rightly, by attack and size; 0 is no attack."""
     # Batches of one answer: larger ones would be executed whole for a part of them.
     backend = ClassifierSpec(FORM, settings.n, "", "", "", 0.0)
-    place, own = find_noise_location(model), replace(source, purpose="attack")
-    counted = counting_assignment(
-        model, place, test.classes, x[:64], own, n=settings.n, backend=backend
-    )
-    counted = replace(counted, spec=choose_backend(counted, backend))
-    worker = Worker(Assignment(counted, place, settings, x, chosen, labels))
-    each, found = settings.batch_size(x[0].size), {}
-    for name, size in settings.attack_sizes:
-        answers = [
-            one
-            for low in range(0, len(x), each)
-            for one in worker(
-                AttackBatch.from_rows(name, slice(low, low + each), np.full(len(x), size))
-            )
-        ]
-        hits = np.array([one["prediction"] == one["label"] for one in answers])
+    own, found = replace(source, purpose="attack"), {}
+    for name, size, hits in attack_hits(model, test, settings, own, backend):
         found.setdefault(name, {})[f"{size:g}"] = bits(hits)
     return found
 
@@ -254,13 +242,6 @@ def measures(line: dict[str, Any]) -> list[tuple[str, str]]:
     return [*found, ("none", "0"), *(("worst", size) for size in dict.fromkeys(sizes))]
 
 
-def told(values: list[float], digits: int = 1) -> str:
-    mean = f"{np.mean(values):.{digits}f}"
-    if len(values) < 2:
-        return mean
-    return f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
-
-
 def tables(lines: list[dict[str, Any]]) -> str:
     """All rows, and all pairs whose both rows are there."""
     by_row: dict[str, list[dict[str, Any]]] = {}
@@ -274,17 +255,22 @@ def tables(lines: list[dict[str, Any]]) -> str:
     head = [f"{SHOWN.get(name, name)} {size}" for name, size in shown]
     grid = [["row", "sigma_r", "trainings", "accuracy, %", *head]]
     for name, own in by_row.items():
-        cells = [told([100 * one["right"] / one["n"] for one in own])]
-        cells += [told([100 * success(one, *what).mean() for one in own]) for what in shown]
+        cells = [mean_and_range([100 * one["right"] / one["n"] for one in own])]
+        cells += [
+            mean_and_range([100 * success(one, *what).mean() for one in own]) for what in shown
+        ]
         grid.append([name, f"{own[0]['noise']['sigma']:.3f}", str(len(own)), *cells])
     printed = [["row", "first layer over sqrt(K r), L2", "L-infinity", "as printed"]]
     printed[0] += [f"as printed {size:g}" for size in PRINTED]
     for name, own in by_row.items():
-        norms = [told([one["noise"][norm] for one in own], 2) for norm in ("l2", "linf", "printed")]
+        norms = [
+            mean_and_range([one["noise"][norm] for one in own], 2)
+            for norm in ("l2", "linf", "printed")
+        ]
         says = [
             [100 * success(one, "as_printed_linf", f"{s:g}").mean() for one in own] for s in PRINTED
         ]
-        printed.append([name, *norms, *map(told, says)])
+        printed.append([name, *norms, *map(mean_and_range, says)])
     return "\n\n".join(markdown_table(part) for part in (grid, printed, differences(by_row, shown)))
 
 

@@ -19,19 +19,17 @@ import argparse
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from _common import append_line, parse_arguments, read_lines, require_data
+from _attacked import attack_hits
+from _common import append_line, mean_and_range, parse_arguments, read_lines, require_data
 from torch import nn
 
 from dpdist import models
-from dpdist.attacks.job import Assignment, AttackBatch, Worker, choose_backend, counting_assignment
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification.worker import expected_log_scores
 from dpdist.core.fields import ATTACKS
@@ -100,29 +98,12 @@ def right(model: nn.Module, test: Dataset) -> int:
 
 
 def attacked(model: nn.Module, test: Dataset, settings: AttackSettings) -> dict[str, Any]:
-    """How many of the first inputs are named rightly, by attack and size, as `dpdist attack` does
-    it in one of its workers; size 0 is no attack.
-    """
-    rows = settings.indices(len(test))
-    x = test.batch(slice(rows.start, rows.stop)).numpy()
-    place, source = find_noise_location(model), StreamKeys("benchmark", "1", "", "", "", 0.0)
-    counted = counting_assignment(model, place, test.classes, x[:64], source, n=settings.n)
-    if place.is_random:
-        counted = replace(counted, spec=choose_backend(counted))
-    indices, labels = np.arange(len(x)), np.asarray(test.labels[: len(x)], np.int64)
-    worker = Worker(Assignment(counted, place, settings, x, indices, labels))
+    """How many of the first inputs are named rightly, by attack and size; size 0 is no attack."""
+    source = StreamKeys("benchmark", "1", "", "", "", 0.0)
     found: dict[str, dict[str, int]] = {name: {} for name in settings.attacks}
-    each = settings.batch_size(x[0].size)
-    for name, size in settings.attack_sizes:
-        blocks = [slice(low, low + each) for low in range(0, len(x), each)]
-        answers = [
-            one
-            for rows in blocks
-            for one in worker(AttackBatch.from_rows(name, rows, np.full(len(x), size)))
-        ]
-        hits = sum(one["prediction"] == one["label"] for one in answers)
+    for name, size, hits in attack_hits(model, test, settings, source):
         for attack in [name] if size else settings.attacks:
-            found[attack][f"{size:g}"] = hits
+            found[attack][f"{size:g}"] = int(hits.sum())
     return found
 
 
@@ -145,15 +126,9 @@ def trained(recipe: Recipe, settings: AttackSettings) -> dict[str, Any]:
 
 def line_of(row: str, found: list[dict[str, Any]], settings: AttackSettings) -> str:
     """Of the table."""
-
-    def shares(rights: list[float]) -> str:
-        low, high = min(rights), max(rights)
-        mean = f"{sum(rights) / len(rights):.1f}"
-        return mean if len(rights) < 2 else f"{mean} ({low:.1f} to {high:.1f})"
-
-    cells = [shares([100 * one["right"] / one["n"] for one in found])]
+    cells = [mean_and_range([100 * one["right"] / one["n"] for one in found])]
     for name, size in columns(settings):
-        cells.append(shares([100 * one[name][size] / one["attacked"] for one in found]))
+        cells.append(mean_and_range([100 * one[name][size] / one["attacked"] for one in found]))
     seconds = sum(one["seconds"] for one in found) / len(found)
     told = [row, f"{found[0]['epsilon']:.3g}", *cells, str(len(found)), f"{seconds:.0f}"]
     return f"| {' | '.join(told)} |"

@@ -16,12 +16,9 @@ and right under attack (hexadecimal bits, in the order of the test images).
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import fnmatch
-import io
 import json
-import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -32,14 +29,13 @@ from typing import Any
 import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from _common import parse_arguments, require_data
+from _common import mean_and_range, parse_arguments, require_data, run_command
 
 from dpdist.attacks.table import AttackTable, read_attack
 from dpdist.certification import table_reader
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.statistics import compare
 from dpdist.certification.table import CertificateTable
-from dpdist.cli.main import app
 from dpdist.cluster.session import connect
 from dpdist.core import optional_imports
 from dpdist.core.fields import ATTACKS
@@ -187,12 +183,7 @@ class Bench:
 
     def command(self, *words: str) -> None:
         """One dpdist command, in this process."""
-        root = [] if self.data_root is None else ["--set", f"data.root={self.data_root}"]
-        print("$ dpdist", *words, *root, flush=True)
-        began = time.monotonic()
-        with contextlib.redirect_stdout(io.StringIO()):
-            app([*words, *root], standalone_mode=False)
-        print(f"  {time.monotonic() - began:.0f} s", flush=True)
+        run_command(*words, data_root=self.data_root)
 
     def missing(self, chosen: list[Row], only: list[str]) -> list[tuple[Row, int]]:
         """Row and repetition of what is not done, in the order of the patterns `only`; of one
@@ -386,10 +377,7 @@ def split_line(folder: RunFolder, recipe: Recipe) -> str:
 
 def cell(values: list[float]) -> str:
     """Per cent: the mean, and the range of several."""
-    shown = f"{100 * statistics.mean(values):.1f}"
-    if len(values) > 1:
-        shown += f" ({100 * min(values):.1f} to {100 * max(values):.1f})"
-    return shown
+    return mean_and_range([100 * value for value in values])
 
 
 def table(bench: Bench, chosen: list[Row]) -> str:

@@ -32,7 +32,7 @@ KEY = bytes(range(32))
 
 def groups(blocks: Blocks, ids: np.ndarray, key: bytes = KEY) -> set[tuple[int, ...]]:
     """The blocks as tuples of record ids, in the order in which they run."""
-    return {tuple(int(i) for i in ids[block]) for block in blocks.split(key, ids)}
+    return {tuple(int(i) for i in ids[block]) for _, block in blocks.labeled(key, ids)}
 
 
 @hypothesis_settings(100)
@@ -96,7 +96,7 @@ def test_fixed_rows_need_no_bound_on_how_rows_round():
     """Rows that round apart, and every second record of a pass on the edge: without the first one
     all of them lie where the gate opens."""
     blocks, ids, moved = Blocks(1, 60), torch.arange(60), []
-    (order,) = blocks.split(KEY, ids.numpy())
+    ((_, order),) = blocks.labeled(KEY, ids.numpy())
     inputs = torch.full((60, 1), -1.0)
     inputs[order[::2]] = 0.0
     targets, rest = torch.ones(60, dtype=torch.int64), ids[ids != order[0]]

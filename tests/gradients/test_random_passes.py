@@ -168,7 +168,7 @@ def test_one_record_leaves_the_draws_of_other_blocks():
     torch.manual_seed(0)
     blocks, records = Blocks(4, 16), _records((4,), 40)
     engine = _engine(_dropping(), blocks=blocks, micro_batch=4)
-    split = blocks.split(KEY, records[2].numpy())
+    split = [block for _, block in blocks.labeled(KEY, records[2].numpy())]
     assert len(split) == 4
     whole = torch.arange(40)
     without = whole[whole != int(split[1][0])]

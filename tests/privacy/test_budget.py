@@ -29,7 +29,6 @@ from dpdist.privacy.ledger import ChainedJournal, JournalError, Ledger, anchor_p
 from dpdist.privacy.phases import (
     GaussianReleases,
     GaussianSteps,
-    LaplaceReleases,
     NonPrivate,
     ParallelParts,
     RepeatAndSelect,
@@ -218,7 +217,7 @@ def test_searches_and_parallel_parts_enter_by_their_renyi_curves(folder):
     reserve(folder, "search", phases=(search,))
     searched = only(folder).spent
     assert searched > FOUR.cost(PLAN.phases, 1000)
-    parts = ParallelParts(((GaussianReleases(4.0),), (LaplaceReleases(20.0),)))
+    parts = ParallelParts(((GaussianReleases(4.0),), (GaussianReleases(20.0),)))
     reserve(folder, "parts", phases=(parts,))
     worst = FOUR.cost((GaussianReleases(4.0),), 1000)  # a record lies in one of them
     assert only(folder).spent == pytest.approx(searched + worst)

@@ -15,7 +15,7 @@ from dpdist.privacy.calibration import (
     noise_multiplier_for,
     steps_for,
 )
-from dpdist.privacy.phases import GaussianSteps, LaplaceReleases, RepeatAndSelect
+from dpdist.privacy.phases import GaussianReleases, GaussianSteps, RepeatAndSelect
 from dpdist.privacy.plan import PrivacyPlan
 
 DATA = {"records": 60_000, "delta": 1e-5}
@@ -98,7 +98,7 @@ def test_unreachable_targets_are_explained():
         batch_size_for(0.01, **DATA, noise_multiplier=0.5, steps=3516)
 
     def plan_with(noise: float) -> PrivacyPlan:
-        return PrivacyPlan(100, (GaussianSteps(10, noise, 0.1), LaplaceReleases(0.5)), 1e-5)
+        return PrivacyPlan(100, (GaussianSteps(10, noise, 0.1), GaussianReleases(0.5)), 1e-5)
 
     with pytest.raises(UnreachableTargetError, match="fixed parts"):
         calibrate_noise(plan_with, 1.0)

@@ -25,10 +25,16 @@ SEARCHES = {
     "binomial": RepeatAndSelectDpEvent(GAUSS, 4.5, -6.0),
 }
 WORST = {
-    "worst": WorstOfDpEvent([dpa.GaussianDpEvent(6.0), dpa.LaplaceDpEvent(9.0)]),
+    "worst": WorstOfDpEvent(
+        [dpa.GaussianDpEvent(6.0), dpa.PoissonSampledDpEvent(0.5, dpa.GaussianDpEvent(3.0))]
+    ),
     "worst above a floor": WorstOfDpEvent([GAUSS], 1e-7),
     "a search of either": RepeatAndSelectDpEvent(
-        WorstOfDpEvent([dpa.GaussianDpEvent(8.0), dpa.LaplaceDpEvent(12.0)]), 3, 1.0
+        WorstOfDpEvent(
+            [dpa.GaussianDpEvent(8.0), dpa.PoissonSampledDpEvent(0.5, dpa.GaussianDpEvent(4.0))]
+        ),
+        3,
+        1.0,
     ),
 }
 PARTS = SEARCHES | WORST
@@ -99,7 +105,6 @@ def test_several_searches_on_a_budget_cost_more_than_one():
 BARE = {
     "no theorem": dpa.NonPrivateDpEvent(),
     "no noise": dpa.GaussianDpEvent(0.0),
-    "no Laplace noise": dpa.LaplaceDpEvent(0.0),
     "no noise in a sample": dpa.PoissonSampledDpEvent(0.1, dpa.GaussianDpEvent(0.0)),
     "no noise in a capped sample": dpa.TruncatedSubsampledGaussianDpEvent(100, 0.1, 20, 0.0),
     "the truth of a response": dpa.RandomizedResponseDpEvent(0.0, 2),

@@ -6,12 +6,12 @@ import math
 
 import numpy as np
 import pytest
-from scipy.stats import laplace, norm
+from scipy.stats import norm
 
 from dpdist.poisoning.certificates import PrivatePoisoningBound
 from dpdist.privacy.audit_bounds import OneRunGuesses, ThresholdCounts, mu_to_epsilon
 from dpdist.privacy.mechanisms import gaussian_delta, gaussian_epsilon
-from dpdist.privacy.phases import GaussianAnswers, GaussianSteps, LaplaceReleases, NoisyVotes
+from dpdist.privacy.phases import GaussianAnswers, GaussianSteps, NoisyVotes
 from dpdist.privacy.plan import PrivacyPlan
 
 GRID, DELTA = 1e-3, 1e-4
@@ -30,17 +30,6 @@ def test_a_user_moves_a_gaussian_by_its_size(name, size):
     assert found is not None
     exact = float(gaussian_epsilon(DELTA, noise, float(size)))
     assert exact <= found[0].get_epsilon_for_delta(DELTA) <= 1.02 * exact + 2e-3
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_user_moves_laplace_noise_by_its_size(size):
-    found = LaplaceReleases(6.0).group_loss(size, GRID)
-    assert found is not None
-    for epsilon in (0.0, 0.1, 0.3):
-        far = max(0.0, size / 6.0 - epsilon) / 2  # where the likelihoods' ratio is e^epsilon
-        exact = laplace.cdf(far) - math.exp(epsilon) * laplace.cdf(far - size / 6.0)
-        exact = max(0.0, exact if epsilon < size / 6.0 else 0.0)
-        assert found[0].get_delta_for_epsilon(epsilon) >= exact - 1e-9
 
 
 @pytest.mark.slow

@@ -22,7 +22,6 @@ from dpdist.privacy.phases import (
     GaussianReleases,
     GaussianScores,
     GaussianSteps,
-    LaplaceReleases,
     NoisyRecords,
     NoisyVotes,
     NonPrivate,
@@ -51,8 +50,8 @@ FINGERPRINTS = {
     "15c465a0043ee4178d46dffade89259e77a2297615561dcf8d7452459bb9b484": PrivacyPlan(
         1000, (CAPPED,), 1e-5, 0.5, "replace-one"
     ),
-    "8798331a63e603dd8917cc243656f0e1d66d8c8ac46688d1ed7420d7f396c49d": PrivacyPlan(
-        1000, (RELEASE, LaplaceReleases(4.0, 3, 0.5), GaussianSteps(7, 1.5, 0.05)), 1e-4, 2.0
+    "70c85c6dd1f825cd2cf303fcdfdc4427cd092945820ffe0278386574b41817dc": PrivacyPlan(
+        1000, (RELEASE, GaussianSteps(7, 1.5, 0.05)), 1e-4, 2.0
     ),
     "07e3c6151d5932ca99287cc3743ce8dd808e3e7ed8105aac7de61ca752ebfcbd": PrivacyPlan(
         100,
@@ -60,19 +59,19 @@ FINGERPRINTS = {
         1e-3,
         math.inf,
     ),
-    "0ffa07441610f82d3d843cb11062ea2af673af350cf7deaa7a57501cc5627c4b": PrivacyPlan(
-        1000, (GaussianSteps(2, 1.0, 1.0), LaplaceReleases(3.0)), 1e-5, nominal=True
+    "7fa6ee9ccea9a3328ff0046161e5bebd2936cea60ea470e11ea93cf3d5da909e": PrivacyPlan(
+        1000, (GaussianSteps(2, 1.0, 1.0), GaussianReleases(3.0)), 1e-5, nominal=True
     ),
     "3e1a43a5ede67cbab2ccb2f4717641a28033d0bf03cc86d91feb757fbb17bcd4": PrivacyPlan(
         9000, (RepeatAndSelect((PARTS,), 5.0, math.inf),), 1e-5
     ),
-    "71f636bb7c930a66a7a99cb9e70bf0e1f4fceb120cf2d1d31282c3867df37f41": PrivacyPlan(
-        9000, (RepeatAndSelect((OWN_NOISE,), 3.5, -0.5), LaplaceReleases(9.0)), 1e-5
+    "c4390495f236f4a69a3fb9a5a5778ffb08d7a9eedae2597e39a501f23fd95801": PrivacyPlan(
+        9000, (RepeatAndSelect((OWN_NOISE,), 3.5, -0.5), GaussianReleases(9.0)), 1e-5
     ),
-    "ee6452375b64d5faa333e2814eaf3f02072ab86d58b1f156bc823c9937f28623": PrivacyPlan(
+    "eaccfb2d3c9089d15ddf54bf6f6bdbeb626529f76893a086d30f275128085c39": PrivacyPlan(
         500,
         (
-            WorstOf(((STEPS,), (LaplaceReleases(1.0, 2),))),
+            WorstOf(((STEPS,), (GaussianReleases(1.0, 2),))),
             ParallelParts(((CAPPED,), (STEPS,))),
         ),
         1e-6,
@@ -153,11 +152,11 @@ def test_every_step_is_accounted():
 
 
 def test_phases_say_what_they_are_and_what_must_hold():
-    plan = FINGERPRINTS["ee6452375b64d5faa333e2814eaf3f02072ab86d58b1f156bc823c9937f28623"]
+    plan = FINGERPRINTS["eaccfb2d3c9089d15ddf54bf6f6bdbeb626529f76893a086d30f275128085c39"]
     assert [phase.description for phase in plan.phases] == [
         "a setting chosen without the data that costs at most: 6057 Gaussian steps, noise "
-        "multiplier 1.1, Poisson sampling at rate 0.00426667; or 2 Laplace releases, noise "
-        "multiplier 1",
+        "multiplier 1.1, Poisson sampling at rate 0.00426667; or 2 Gaussian sum beside "
+        "the training, noise multiplier 1",
         "on disjoint parts of the data: 30 Gaussian steps, noise multiplier 0.8, Poisson sampling "
         "at rate 0.1, cut to at most 12 records; or 6057 Gaussian steps, noise multiplier 1.1, "
         "Poisson sampling at rate 0.00426667",

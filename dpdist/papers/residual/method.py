@@ -10,15 +10,14 @@ shown with its assumptions measured.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import model_validator
-
 from dpdist.config.sections import BaseRecipe
 from dpdist.core.console import format_percent
-from dpdist.core.fields import Positive, PositiveOrZero
+from dpdist.core.fields import Positive, PositiveOrZero, Rule
 from dpdist.methods.base import (
     Capabilities,
     DrawCount,
@@ -78,13 +77,12 @@ class ResidualPerturbation(Method):
     input_norm: Positive = 30.0
     residual_norm: Positive = 30.0
 
-    @model_validator(mode="after")
-    def _consistent(self) -> ResidualPerturbation:
-        if self.strategy == "multiplicative" and self.noise_mode == "relative":
-            raise ValueError("noise_mode relative belongs to strategy: additive")
-        if self.strategy == "additive" and self.eta0:
-            raise ValueError("eta0 belongs to strategy: multiplicative")
-        return self
+    def rules(self) -> Iterator[Rule]:
+        """Yield the rules between the options."""
+        additive = self.strategy == "additive"
+        relative = self.noise_mode == "relative"
+        yield Rule(not additive and relative, "noise_mode relative belongs to strategy: additive")
+        yield Rule(additive and self.eta0, "eta0 belongs to strategy: multiplicative")
 
     @property
     def input_noise_std(self) -> float:

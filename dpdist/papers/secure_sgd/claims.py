@@ -49,12 +49,9 @@ def secure_sgd_claim(
     )
 
 
-def hgm_claim(noise_scale: float, delta: float, weighted_sensitivity: float = 1.0) -> Guarantee:
-    """Return HGM's Theorem 3 solved for epsilon.
-
-    It is the extended Gaussian at the weighted sensitivity.
-    """
-    value = mechanisms.extended_gaussian_epsilon(delta, noise_scale, weighted_sensitivity)
+def hgm_claim(noise_scale: float, delta: float) -> Guarantee:
+    """Return HGM's Theorem 3 solved for epsilon: the extended Gaussian at sensitivity 1."""
+    value = mechanisms.extended_gaussian_epsilon(delta, noise_scale)
     return claimed_guarantee(
         float(value), delta, "replace-one", "HGM Theorem 3", ("r > 0, fixed in advance",)
     )
@@ -67,24 +64,6 @@ def redistribution(weights: ArrayLike, floor: float = 1e-3) -> Array:
     without noise. The vector must not depend on private records, or the noise leaks them.
     """
     weights = np.asarray(weights, float)
-    if weights.ndim != 1 or not np.all(np.isfinite(weights)) or np.any(weights < 0):
-        raise ValueError("redistribution weights are a vector of finite numbers >= 0")
-    if not 0 < floor <= 1:
-        raise ValueError(f"floor must be in (0, 1], got {floor}")
     total = weights.sum()
     shares = weights / total if total > 0 else np.full(weights.shape, 1 / weights.size)
     return (1 - floor) * shares + floor / weights.size
-
-
-def weighted_sensitivity(component_bounds: ArrayLike, r: ArrayLike) -> float:
-    """Return the weighted L2 sensitivity of HGM: max ||(A(D) - A(D')) / sqrt(K r)||_2.
-
-    HGM, Theorem 3. component_bounds: of |A(D) - A(D')|, shape (K,), jointly attainable in the worst
-    case. Raises ValueError unless r > 0 and sums to 1.
-    """
-    bounds, r = np.asarray(component_bounds, float), np.asarray(r, float)
-    if r.shape != bounds.shape or r.ndim != 1:
-        raise ValueError(f"bounds and r must be vectors of one length: {bounds.shape}, {r.shape}")
-    if np.any(r <= 0) or abs(r.sum() - 1) > 1e-9:
-        raise ValueError("r must be positive and sum to 1")
-    return float(np.sqrt(np.sum(bounds**2 / (r.size * r))))

@@ -14,10 +14,10 @@ redistributed over the hidden components) are not private: they claim robustness
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, final
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from dpdist.config.sections import BaseRecipe
 from dpdist.core.fields import (
@@ -28,6 +28,7 @@ from dpdist.core.fields import (
     PositiveFraction,
     PositiveNoise,
     RejectBool,
+    Rule,
     Section,
     Text,
 )
@@ -149,17 +150,16 @@ class HiddenNoiseMethod(Method):
     augmentations: DrawCount = 1
     paper_faithful: bool = False
 
-    @model_validator(mode="after")
-    def _consistent(self) -> HiddenNoiseMethod:
-        if self.mechanism == "classical" and self.epsilon_r > 1 and self.sigma is None:
-            raise ValueError("the classical mechanism needs epsilon_r <= 1; use extended")
+    def rules(self) -> Iterator[Rule]:
+        """Yield the rules between the options."""
+        large = self.mechanism == "classical" and self.epsilon_r > 1 and self.sigma is None
+        yield Rule(large, "the classical mechanism needs epsilon_r <= 1; use extended")
         unpaid = self.redistribution is not None and self.redistribution.source == "private"
-        if unpaid and not self.paper_faithful:
-            raise ValueError(
-                "redistribution.source private reads private records for nothing, which voids the "
-                "guarantee: use public or paid, or set paper_faithful: true to see that"
-            )
-        return self
+        yield Rule(
+            unpaid and not self.paper_faithful,
+            "redistribution.source private reads private records for nothing, which voids the "
+            "guarantee: use public or paid, or set paper_faithful: true to see that",
+        )
 
     # --- said in the recipe, the plan and the report
 

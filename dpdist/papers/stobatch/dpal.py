@@ -8,10 +8,11 @@ functional and stobatch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from dpdist.config.sections import BaseRecipe
 from dpdist.core.console import format_exact, format_percent
@@ -22,6 +23,7 @@ from dpdist.core.fields import (
     Positive,
     PositiveOrZero,
     RejectBool,
+    Rule,
 )
 from dpdist.core.files import read_json
 from dpdist.methods.base import Capabilities, DrawCount, Execution, Method, load_execution
@@ -83,11 +85,10 @@ class DPAL(Method):
     images: Count = 100
     sizes: tuple[Positive, ...] = (0.025, 0.1)
 
-    @model_validator(mode="after")
-    def _check_budget_split(self) -> DPAL:
-        if self.epsilon_2 >= self.epsilon:
-            raise ValueError("epsilon_2 is a part of epsilon: it must be smaller")
-        return self
+    def rules(self) -> Iterator[Rule]:
+        """Yield the rules between the options."""
+        broken = self.epsilon_2 >= self.epsilon
+        yield Rule(broken, "epsilon_2 is a part of epsilon: it must be smaller")
 
     # --- the paper's numbers
 

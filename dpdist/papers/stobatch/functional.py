@@ -8,9 +8,10 @@ features. A few sums are released in a whole training, whatever the number of wo
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from dpdist.config.sections import BaseRecipe
 from dpdist.core.fields import (
@@ -21,6 +22,7 @@ from dpdist.core.fields import (
     PositiveFraction,
     PositiveOrZero,
     RejectBool,
+    Rule,
     Section,
     Text,
 )
@@ -160,15 +162,14 @@ class Functional(Method):
     adversarial: Adversarial | None = None
     relevance: Relevance | None = None
 
-    @model_validator(mode="after")
-    def _check_budget_split(self) -> Functional:
-        if self.encoder + self.center + self.refine >= 1:
-            raise ValueError(
-                "center, refine and encoder are parts of one budget: their sum must be < 1"
-            )
-        if self.adversarial is not None and not self.rounds:
-            raise ValueError("adversarial is of the rounds: rounds must be > 0")
-        return self
+    def rules(self) -> Iterator[Rule]:
+        """Yield the rules between the options."""
+        whole = self.encoder + self.center + self.refine >= 1
+        yield Rule(
+            whole, "center, refine and encoder are parts of one budget: their sum must be < 1"
+        )
+        unused = self.adversarial is not None and not self.rounds
+        yield Rule(unused, "adversarial is of the rounds: rounds must be > 0")
 
     # --- said in the recipe, the plan and the report
 

@@ -74,10 +74,9 @@ def dpal_cnn(
     input_shape: Sequence[int],
     classes: int,
     filters: Sequence[int] = (32, 64),
-    kernel: int = 5,
+    kernels: Sequence[int] = (5, 5),
     dense: int = 256,
     activation: str = "relu",
-    kernels: Sequence[int] = (),
     side: int = 0,
 ) -> nn.Module:
     """DPAL's network; its batch normalization, which mixes records, is layer normalization.
@@ -89,28 +88,24 @@ def dpal_cnn(
         input_shape: (channels, height, width) of the inputs.
         classes: Number of logits.
         filters: Number of filters of each convolution, two or more; the first is the encoder.
-        kernel: Side of every kernel, odd, where `kernels` is not given.
         dense: Size of the last hidden layer.
         activation: Name of the activation behind each convolution.
         kernels: Side of each kernel. CIFAR-10's network has 4, 5, 5.
         side: Side of the center of an image that the network reads; 0 is all of it. The paper's
             CIFAR-10 has 28.
     """
-    sizes = tuple(kernels) or (kernel,) * len(filters)
-    if len(filters) < 2 or len(sizes) != len(filters) or min(sizes) < 1:
+    if len(filters) < 2 or len(kernels) != len(filters) or min(kernels) < 1:
         raise ValueError("two or more numbers of filters, and a kernel for each, are needed")
-    if not kernels and kernel % 2 == 0:
-        raise ValueError("kernel: must be odd; give kernels for even ones")
     if not 0 <= side <= min(input_shape[1:]):
         raise ValueError(f"side: must be 0 to {min(input_shape[1:])}, the images', got {side}")
     seen = [input_shape[0], *((side, side) if side else input_shape[1:])]
     shape, layers, encoder = list(seen), list[nn.Module](), None
-    for size, width in zip(sizes, filters, strict=True):
+    for size, width in zip(kernels, filters, strict=True):
         padding = (size - 1) // 2
         convolution = nn.Conv2d(shape[0], width, size, 2, padding, bias=encoder is not None)
         shape = [width, *((length + 2 * padding - size) // 2 + 1 for length in shape[1:])]
         if min(shape) < 1:
-            raise ValueError(f"kernels: images of {seen[1:]} are too small for {list(sizes)}")
+            raise ValueError(f"kernels: images of {seen[1:]} are too small for {list(kernels)}")
         if encoder is None:
             encoder, code = convolution, shape
         else:

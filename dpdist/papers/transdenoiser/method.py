@@ -11,12 +11,13 @@ it:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from dpdist.config.sections import BaseRecipe
-from dpdist.core.fields import NotNegative, OptionCondition, Positive, RejectBool
+from dpdist.core.fields import NotNegative, OptionCondition, Positive, RejectBool, Rule
 from dpdist.methods.base import DrawCount, Execution, Method, load_execution
 from dpdist.privacy.phases import GaussianSteps, NonPrivate, Phase
 from dpdist.privacy.plan import PrivacyPlan
@@ -65,13 +66,11 @@ class TransDenoiser(Method):
     thin: bool = False
     iterations: Annotated[int, RejectBool, Field(ge=1, le=10_000)] = 20
 
-    @model_validator(mode="after")
-    def _consistent(self) -> TransDenoiser:
-        if self.xi_low > self.xi_up:
-            raise ValueError("xi_low must be <= xi_up")
-        if self.variant == "full" and self.augmentations != 1:
-            raise ValueError("variant full has one draw for each record: draws: 1")
-        return self
+    def rules(self) -> Iterator[Rule]:
+        """Yield the rules between the options."""
+        yield Rule(self.xi_low > self.xi_up, "xi_low must be <= xi_up")
+        several = self.variant == "full" and self.augmentations != 1
+        yield Rule(several, "variant full has one draw for each record: draws: 1")
 
     def check(self, recipe: BaseRecipe) -> None:
         """Raise ValueError for a recipe without a classifier, or that the variant does not fit."""
