@@ -229,7 +229,7 @@ def _inspected(
         why = f"no picture in {', '.join(FORMATS)} of a class"
         left_out += tuple((f"{count:,} x {name}", why) for name, count in sorted(others.items()))
     classes, names, labels = classes_of_column(files, label)
-    shape = () if text is not None else _find_input_shape(files[0], image, features)
+    shape = () if text is not None else find_input_shape(files[0], image, features)
     return replace(
         found,
         image_column=image,
@@ -609,9 +609,10 @@ def _distinct_labels(files: Sequence[TableFile], label: str) -> set[Any]:
     return found
 
 
-def _find_input_shape(
+def find_input_shape(
     file: TableFile, image: str | None, features: tuple[str, ...]
 ) -> tuple[int, ...]:
+    """Return the shape of a file's first input."""
     columns = [image] if image is not None else list(features)
     table = next(file.rows(columns))[1]
     if image is not None:
