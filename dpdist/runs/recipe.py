@@ -599,21 +599,12 @@ def resolve_recipe(
     changes: Mapping[str, Any] | None = None,
     name: str | None = None,
     data_root: str | Path | None = None,
-    workers: int | None = None,
-    archive: str | None = None,
-    archive_private: bool = False,
 ) -> Recipe:
     """Return the recipe, by path, by name, as plain data or as it is, with changes.
 
     changes: by dotted key, validated as if the recipe said them. Raises UserError.
     """
-    added = {
-        "name": name,
-        "data.root": None if data_root is None else str(data_root),
-        "resources.workers": workers,
-        "resources.archive": archive,
-        "resources.archive_private": archive_private or None,
-    }
+    added = {"name": name, "data.root": None if data_root is None else str(data_root)}
     both = {**(changes or {}), **{key: value for key, value in added.items() if value is not None}}
     if isinstance(recipe, Recipe):
         return parse_recipe(_apply_changes(recipe.model_dump(mode="json"), both), "recipe")
