@@ -337,7 +337,11 @@ class Archive:
         if url is not None and not folder.archive.exists():
             store = ObjectStore(url)
             if store.list_names("claims"):
-                raise UserError(_claimed_message(store))
+                raise UserError(
+                    f"{store.url}: holds the archive of a run already. Give each run a prefix of "
+                    "its own; if that run's folder is lost, `dpdist cluster fetch --restore "
+                    f"{store.url}` brings it back"
+                )
 
     @classmethod
     def claim(cls, folder: RunFolder, url: str | None, private: bool) -> Archive | None:
@@ -576,14 +580,6 @@ def _read_archive_record(folder: RunFolder) -> dict[str, Any]:
     if claim_number(about["claim"]) != about["number"]:
         raise UserError(f"{folder.archive}: damaged: {quoted(about['claim'])} is not its claim")
     return about
-
-
-def _claimed_message(store: ObjectStore) -> str:
-    return (
-        f"{store.url}: holds the archive of a run already. Give each run a prefix of its own; if "
-        f"that run's folder is lost, `dpdist cluster fetch --restore {store.url}` brings it "
-        "back"
-    )
 
 
 # --- restoring and fetching -------------------------------------------------------------------

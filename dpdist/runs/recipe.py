@@ -684,7 +684,7 @@ def check_against_data(recipe: Recipe, records: int, context: str) -> None:
             "to train on, must be at least 2"
         )
     if privacy.delta >= 1 / records and not privacy.allow_large_delta:
-        rule = f"must be < 1/N = {_format_two_digits(1 / records)}"
+        rule = f"must be < 1/N = {1 / records:.1e}"
         raise field_error(
             context,
             "privacy.delta",
@@ -746,12 +746,6 @@ def step_count(recipe: Recipe, records: int) -> int:
             f"{records} records in batches of {training.batch_size} make {steps:,}"
         )
     return steps
-
-
-def _format_two_digits(value: float) -> str:
-    """Return two significant digits, rounded down: 1.7e-05 for 1/60000."""
-    exponent = math.floor(math.log10(value))
-    return f"{math.floor(value / 10**exponent * 10 + 0.5) / 10:g}e{exponent:+03d}"
 
 
 def _apply_changes(raw: dict[str, Any], changes: Mapping[str, Any] | None) -> dict[str, Any]:
