@@ -70,6 +70,9 @@ _GROW_EVERY = 2.0  # seconds between looks at the size of the cluster
 _STALL_EVERY = 1.0  # seconds between looks for stalled actors
 _PAUSE = 20.0  # seconds between looks after which this process was stopped, or asleep
 _READ_AHEAD_CHUNKS = 64  # chunks taken from the caller before they are needed, at least
+_CALLS_PER_ACTOR = 2  # at once
+_START_SECONDS = 600.0  # to wait for the first actor
+_POLL_SECONDS = 0.5  # between looks at the actors
 _DRAIN_SECONDS = 2.0  # for calls under way when the caller is interrupted
 
 
@@ -138,9 +141,9 @@ class _Pool:
             calls = {ref: slot for slot in self.slots for ref in slot.calls}
             waiting = [*calls, *(slot.ready_ref for slot in self.slots if not slot.is_ready)]
             if not waiting:
-                time.sleep(self.settings.poll_seconds)
+                time.sleep(_POLL_SECONDS)
                 continue
-            done, _ = ray.wait(waiting, num_returns=1, timeout=self.settings.poll_seconds)
+            done, _ = ray.wait(waiting, num_returns=1, timeout=_POLL_SECONDS)
             if done:
                 done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)  # what else came
             answers = fetch_results([ref for ref in done if ref in calls])
@@ -154,7 +157,7 @@ class _Pool:
 
     def _read_ahead(self) -> None:
         """Keep the queue long enough for every actor, and no longer."""
-        ahead = max(_READ_AHEAD_CHUNKS, 2 * self.settings.calls_per_actor * self.max_actors)
+        ahead = max(_READ_AHEAD_CHUNKS, 2 * _CALLS_PER_ACTOR * self.max_actors)
         while len(self.queue) < ahead and (chunk := next(self.source, None)) is not None:
             if chunk.key in self.pending:
                 raise ClusterError(f"two chunks are called {chunk.key!r}")
@@ -191,9 +194,7 @@ class _Pool:
         have = ray.cluster_resources()
         if self.settings.num_gpus:
             return max(1, int(have.get("GPU", 0) / self.settings.num_gpus))
-        if self.settings.num_cpus:
-            return max(1, int(have.get("CPU", 0) / self.settings.num_cpus))
-        return 1
+        return max(1, int(have.get("CPU", 0)))
 
     def _start_actors(self) -> None:
         now = time.monotonic()
@@ -203,22 +204,21 @@ class _Pool:
         self.max_actors = self._max_actors_now()
         self._read_ahead()
         for _ in range(min(self.max_actors, len(self.pending)) - len(self.slots)):
-            actor = self.actor_class.options(
-                num_cpus=self.settings.num_cpus, num_gpus=self.settings.num_gpus
-            ).remote(self.job.make_worker, self.shared)
+            actor = self.actor_class.options(num_cpus=1, num_gpus=self.settings.num_gpus).remote(
+                self.job.make_worker, self.shared
+            )
             self.slots.append(_Slot(actor, actor.ready.remote()))
         never = not self.durations and not any(slot.is_ready for slot in self.slots)
-        if never and now - self.start_time > self.settings.start_timeout:
+        if never and now - self.start_time > _START_SECONDS:
             raise ClusterError(
-                f"no worker could start in {self.settings.start_timeout:.0f} s: each needs "
-                f"{self.settings.num_cpus:g} CPU and {self.settings.num_gpus:g} GPU, free now: "
-                f"{ray.available_resources()}"
+                f"no worker could start in {_START_SECONDS:.0f} s: each needs 1 CPU and "
+                f"{self.settings.num_gpus:g} GPU, free now: {ray.available_resources()}"
             )
 
     def _assign_calls(self) -> None:
         starting = sum(not slot.is_ready for slot in self.slots)
         # One each, then the next: no actor hoards chunks while another is idle or yet to start.
-        for depth in range(1, self.settings.calls_per_actor + 1):
+        for depth in range(1, _CALLS_PER_ACTOR + 1):
             for slot in self.slots:
                 kept = 0 if depth == 1 else starting
                 if slot.is_ready and len(slot.calls) < depth and len(self.queue) > kept:

@@ -74,8 +74,8 @@ SMALL_JOB_SECONDS = 20.0  # about what a session and its actors take to start, a
 class Executor:
     """A place where work runs.
 
-    `run_once`, `run_chunks`, `run_workers`, `supervise` and `run_trials` are a subclass's own; the
-    other methods have the answers of a place that is one process.
+    A subclass runs work itself or chooses, by `place`, who does; the other methods have the answers
+    of a place that is one process.
     """
 
     @property
@@ -119,19 +119,19 @@ class Executor:
             InvalidResultsError: a worker found that none of the results hold.
             ClusterError: the workers failed for good.
         """
-        raise NotImplementedError
+        self.place(False).run_chunks(job)
 
     def run_workers(self, group: WorkerGroup) -> None:
         """Run a group of training workers to their end. Raises WorkersFailedError."""
-        raise NotImplementedError
+        self.place(False).run_workers(group)
 
     def supervise(self, work: Callable[[], None], poll: Callable[[], None]) -> None:
         """Run `work`, and call `poll` twice a second meanwhile and once after it."""
-        raise NotImplementedError
+        self.place(False).supervise(work, poll)
 
     def run_trials(self, trials: TrialPass) -> None:
         """Make one pass over the trials of a search."""
-        raise NotImplementedError
+        self.place(False).run_trials(trials)
 
     def __str__(self) -> str:
         return "this process"
@@ -665,22 +665,6 @@ class AutoExecutor(Executor):
     ) -> Any:
         """Call the function in this process, or on Ray where it is open or a GPU is needed."""
         return self.place(not num_gpus).run_once(function, argument, error_prefix, num_gpus)
-
-    def run_chunks(self, job: ChunkJob) -> None:
-        """Run the chunks on Ray; small jobs ask `place` first."""
-        self.ray().run_chunks(job)
-
-    def run_workers(self, group: WorkerGroup) -> None:
-        """Run the group on Ray; small trainings ask `place` first."""
-        self.ray().run_workers(group)
-
-    def supervise(self, work: Callable[[], None], poll: Callable[[], None]) -> None:
-        """Run `work`, which may use Ray, as `RayExecutor` does."""
-        self.ray().supervise(work, poll)
-
-    def run_trials(self, trials: TrialPass) -> None:
-        """Run the trials on Ray."""
-        self.ray().run_trials(trials)
 
     def __str__(self) -> str:
         return str(self._ray or _LocalAtFirst(self))

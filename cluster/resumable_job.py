@@ -225,14 +225,20 @@ def run_job(
         )
         task = spec.work_items(about, output)
         book = _resume_state(task, journal, output)
-        meter = _Meter(book, progress)
+        begun, before = time.monotonic(), book.effort
+
+        def report() -> None:
+            if progress is not None:
+                elapsed = max(time.monotonic() - begun, 1e-9)
+                progress(book.done, book.total, (book.effort - before) / elapsed)
 
         def on_result(name: str, answer: Any) -> None:
             for entry in task.journal_entries(name, answer):
                 journal.append(entry)
                 book.add_entry(entry)
-            meter.report()
+            report()
 
+        report()
         cut = task.chunk_plan(chunk_seconds)
         pool = PoolSettings(
             actors=actors, num_gpus=task.gpus_per_actor, stall_seconds=cut.stall_seconds
@@ -367,20 +373,3 @@ def _iter_work_units(state: JobState, plan: ChunkPlan) -> Iterator[WorkUnit]:
             for low, high in state.missing_intervals(item):
                 if low < at + step and at < high:
                     yield WorkUnit(item, max(low, at), min(high, at + step))
-
-
-class _Meter:
-    """The finished share, and the rate since this call began."""
-
-    def __init__(self, state: JobState, progress: Progress | None) -> None:
-        self._state, self._progress = state, progress
-        self._start = time.monotonic()
-        self._before = state.effort
-        self.report()
-
-    def report(self) -> None:
-        if self._progress is None:
-            return
-        elapsed = max(time.monotonic() - self._start, 1e-9)
-        rate = (self._state.effort - self._before) / elapsed
-        self._progress(self._state.done, self._state.total, rate)

@@ -55,7 +55,7 @@ class CapacityMonitor:
     ) -> None:
         self._work_name, self._log, self._poll_seconds = work_name, log, poll_seconds
         self._needed = {name: amount for name, amount in needed.items() if amount > 0}
-        self._get_resources = get_resources or _cluster_resources
+        self._get_resources = get_resources
         self._last_poll, self._is_short = time.monotonic(), False
 
     def poll(self) -> None:
@@ -64,6 +64,10 @@ class CapacityMonitor:
         if now - self._last_poll < self._poll_seconds:
             return
         self._last_poll = now
+        if self._get_resources is None:
+            import ray
+
+            self._get_resources = ray.cluster_resources
         have = self._get_resources()
         missing = any(have.get(name, 0.0) < amount - 1e-9 for name, amount in self._needed.items())
         if missing and not self._is_short:
@@ -78,13 +82,6 @@ class CapacityMonitor:
         elif self._is_short and not missing:
             self._log(f"{self._work_name}: the cluster has room again")
         self._is_short = missing
-
-
-def _cluster_resources() -> dict[str, float]:
-    import ray
-
-    resources: dict[str, float] = ray.cluster_resources()
-    return resources
 
 
 # --- a session that Ray gave up ----------------------------------------------------------------

@@ -22,17 +22,13 @@ from dpdist.core.errors import ClusterError
 LIBRARIES = ("torch", "ray", "numpy", "scipy", "dp-accounting", "transformers", "peft")
 
 
-def package_fingerprints(packages: Sequence[str]) -> dict[str, str]:
+@cache
+def package_fingerprints(packages: tuple[str, ...]) -> dict[str, str]:
     """Return the versions of this process: of package sources, by digest, and of libraries.
 
     Package name to "path:digest of its Python sources", library name to version. Read once: the
     process has loaded the files of that time, not those that replace them later.
     """
-    return dict(_compute_fingerprints(tuple(packages)))
-
-
-@cache
-def _compute_fingerprints(packages: tuple[str, ...]) -> dict[str, str]:
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in packages:
         module = importlib.import_module(name)
@@ -62,7 +58,7 @@ def _python_files(folder: Path) -> list[Path]:
 
 def code_digest(packages: Sequence[str]) -> str:
     """One digest for code and library versions, wherever they are installed."""
-    found = package_fingerprints(packages)
+    found = package_fingerprints(tuple(packages))
     parts = [f"{name}={found[name].rpartition(':')[2]}" for name in sorted(found)]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
@@ -72,7 +68,7 @@ def check_same_versions(driver: dict[str, str], packages: Sequence[str], context
 
     The place of installation may differ between hosts; the sources and versions may not.
     """
-    here = package_fingerprints(packages)
+    here = package_fingerprints(tuple(packages))
     for name, expected in driver.items():
         if here.get(name, "missing").rpartition(":")[2] != expected.rpartition(":")[2]:
             raise ClusterError(
@@ -91,7 +87,7 @@ def check_nodes(packages: Sequence[str], shared_folder: Path) -> None:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    driver = package_fingerprints(packages)
+    driver = package_fingerprints(tuple(packages))
     # Called like a file that is being written: a killed command's goes with the next one.
     token = shared_folder / f".seen.{os.getpid()}-{secrets.token_hex(4)}"
     token.write_bytes(secrets.token_bytes(16))

@@ -34,21 +34,14 @@ class PoolSettings:
 
     Args:
         actors: None uses the whole cluster and grows with it.
-        num_cpus, num_gpus: of each worker.
-        calls_per_actor: calls that an actor has at once.
+        num_gpus: of each worker, beside one CPU.
         stall_seconds: an actor that has returned nothing for this long, and for 20 median chunks,
             is replaced.
-        start_timeout: seconds to wait for the first actor to start.
-        poll_seconds: seconds between looks at the actors.
     """
 
     actors: int | None = None
-    num_cpus: float = 1.0
     num_gpus: float = 0.0
-    calls_per_actor: int = 2
     stall_seconds: float = 60.0
-    start_timeout: float = 600.0
-    poll_seconds: float = 0.5
 
     def __post_init__(self) -> None:
         if self.actors is not None and self.actors < 1:

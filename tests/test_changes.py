@@ -50,9 +50,7 @@ def test_a_value_is_written_as_in_a_recipe(path):
 
 
 def test_what_the_command_line_says_elsewhere_holds(path):
-    found = resolve_recipe(
-        path, changes={"name": "one", "resources.workers": 3}, name="other", workers=2
-    )
+    found = resolve_recipe(path, changes={"name": "one", "resources.workers": 2}, name="other")
     assert (found.name, found.resources.workers) == ("other", 2)
 
 

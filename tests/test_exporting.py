@@ -84,14 +84,14 @@ def test_a_damaged_log_gives_nothing(run, tmp_path, damage):
     assert not (tmp_path / "home").exists()
 
 
-def crafted(*names: str, kind: bytes = tarfile.REGTYPE, size: int = 1) -> str:
+def crafted(*names: str) -> str:
     """A job's log with an export of these files, its digest right."""
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w:gz") as archive:
         for name in names:
             info = tarfile.TarInfo(name)
-            info.size, info.type, info.linkname = size, kind, "report/index.html"
-            archive.addfile(info, io.BytesIO(b"x" * size))
+            info.size = 1
+            archive.addfile(info, io.BytesIO(b"x"))
     return as_log(raw.getvalue())
 
 
@@ -115,20 +115,10 @@ def test_a_file_that_has_no_business_there_is_refused(names, tmp_path):
     assert not (tmp_path / "home").exists() and not (tmp_path / "evil").exists()
 
 
-@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE])
-def test_an_export_holds_files_only(kind, tmp_path):
-    with pytest.raises(UserError, match="may not leave"):
-        unpack_export(crafted("report/page", kind=kind, size=0), tmp_path / "home")
-
-
-def test_an_export_that_unpacks_to_very_much_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("dpdist.runs.archive.MAX_EXPORT_BYTES", 10_000)
-    log = crafted("report/index.html", size=10**6)
-    with pytest.raises(UserError, match="larger than"):
-        unpack_export(log, tmp_path / "home")
-    for raw in (b"", b"no gzip", gzip.compress(b"no tar")):
-        with pytest.raises(UserError, match="cannot be used"):
-            unpack_export(as_log(raw), tmp_path / "home")
+@pytest.mark.parametrize("raw", [b"", b"no gzip", gzip.compress(b"no tar")])
+def test_what_is_no_archive_is_refused(raw, tmp_path):
+    with pytest.raises(UserError, match="cannot be used"):
+        unpack_export(as_log(raw), tmp_path / "home")
 
 
 def test_a_link_in_the_target_is_not_followed(run, tmp_path):

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -710,7 +711,7 @@ class ItemRecords(Records):
         items = (self._item(read, index, _CHECK_KEY, then) for index in range(len(self)))
         try:
             with kept_generators(self._generators):
-                return fingerprint_of(key, self, _chained((told,), items))
+                return fingerprint_of(key, self, chain((told,), items))
         except TypeError as error:
             options.refuse(
                 f"items must be numbers, arrays, pictures or text for a fingerprint, got {error}",
@@ -896,11 +897,6 @@ class ItemRecords(Records):
         found = torch.stack(targets)
         check_labels(found, options)
         return stack_fields(rows), found
-
-
-def _chained(first: tuple[Any, ...], items: Iterator[Any]) -> Iterator[Any]:
-    yield from first
-    yield from items
 
 
 def _length(source: Any, options: Options) -> int:

@@ -153,13 +153,7 @@ def inspect_folder(folder: Path, chosen: ChosenColumns = _ANY) -> DiscoveredData
     found = replace(found, unread=tuple(_unread(folder, [*files[0], *files[1]])))
     if chosen.user is None:
         return replace(found, repeats=repeating_columns(train, label))
-    persons, tested = (_values(each, chosen.user) for each in (train, test))
-    if both := len(persons & tested):
-        raise UserError(
-            f"--user: no {chosen.user} may have records in training and test files, {both:,} "
-            "have: scores on private users would be published; move each one's records to one file"
-        )
-    return replace(found, users=len(persons))
+    return replace(found, users=len(_values(train, chosen.user)))
 
 
 def _unread(folder: Path, read: Sequence[Path]) -> Iterator[str]:
@@ -229,7 +223,7 @@ def _inspected(
         why = f"no picture in {', '.join(FORMATS)} of a class"
         left_out += tuple((f"{count:,} x {name}", why) for name, count in sorted(others.items()))
     classes, names, labels = classes_of_column(files, label)
-    shape = () if text is not None else _find_input_shape(files[0], image, features)
+    shape = () if text is not None else find_input_shape(files[0], image, features)
     return replace(
         found,
         image_column=image,
@@ -609,9 +603,10 @@ def _distinct_labels(files: Sequence[TableFile], label: str) -> set[Any]:
     return found
 
 
-def _find_input_shape(
+def find_input_shape(
     file: TableFile, image: str | None, features: tuple[str, ...]
 ) -> tuple[int, ...]:
+    """Return the shape of a file's first input."""
     columns = [image] if image is not None else list(features)
     table = next(file.rows(columns))[1]
     if image is not None:

@@ -59,14 +59,11 @@ class InexactImage(ValueError):
 
 
 class UnreadableImage(ValueError):
-    """Bytes that are no picture, or one of more pixels than are decoded."""
+    """Bytes that are no picture."""
 
 
-def decode_picture(
-    raw: bytes, size: tuple[int, int] | None = None, most: int | None = None
-) -> np.ndarray:
-    """Pixels (C, H, W), C = 1 for gray and 3 for color. size: the only (H, W) that is decoded;
-    another one raises Unreadable before its pixels take room. So does one of more than `most`.
+def decode_picture(raw: bytes) -> np.ndarray:
+    """Pixels (C, H, W), C = 1 for gray and 3 for color.
 
     uint8 for at most 8 bits (by their range; palettes are looked up), float32 in [0, 1] for gray
     pictures of 16 bits (v / 65535) and of floats. An alpha channel goes when it says opaque
@@ -76,8 +73,8 @@ def decode_picture(
     formats.
     """
     try:
-        return _decode_pillow(raw, size, most)
-    except (InexactImage, UnreadableImage):
+        return _decode_pillow(raw)
+    except InexactImage:
         raise
     except UnidentifiedImageError:  # whose words are an address in this process's memory
         raise UnreadableImage(f"no picture in {', '.join(FORMATS)}") from None
@@ -85,15 +82,8 @@ def decode_picture(
         raise UnreadableImage(f"damaged, or too large ({type(error).__name__})") from None
 
 
-def _decode_pillow(raw: bytes, size: tuple[int, int] | None, most: int | None) -> np.ndarray:
+def _decode_pillow(raw: bytes) -> np.ndarray:
     with Image.open(io.BytesIO(raw), formats=FORMATS) as picture:
-        found = (picture.height, picture.width)
-        if size is not None and size != found:
-            raise UnreadableImage(
-                f"{found[0]} x {found[1]} pixels, not the {size[0]} x {size[1]} of the model"
-            )
-        if most is not None and found[0] * found[1] > most:
-            raise UnreadableImage(f"{found[0]} x {found[1]} pixels, more than {most:,}")
         frames = getattr(picture, "n_frames", 1)
         if frames != 1:
             raise InexactImage(f"it has {frames} frames; store the one that is meant")

@@ -27,6 +27,7 @@ from dpdist.data.discovery import (
     TEST,
     classes_of_column,
     feature_columns,
+    find_input_shape,
     image_column,
     label_column,
 )
@@ -36,7 +37,6 @@ from dpdist.data.tables import (
     TableFile,
     classes_in,
     ending_of,
-    is_list,
     open_table,
     picture_schema,
     split_files,
@@ -127,9 +127,7 @@ def _found(
     inputs = sum(table.num_rows for table in tables)
     found = TestInputs(*place, image, features, label, classes, names, (), inputs)
     if image is None:
-        shape = (len(features),)
-        if is_list(first.schema.field(features[0]).type):
-            shape = (len(next(first.rows(features))[1][0][0].as_py() or ()),)
+        shape = find_input_shape(first, None, features)
         if size not in (None, shape):
             raise UserError(
                 f"--input: must be {shape[0]}, the features of {files[0]}, got {_by(size)}"

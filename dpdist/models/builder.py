@@ -190,41 +190,19 @@ def class_parameter(factory: Callable[..., Any]) -> str | None:
 _CLASS_PARAMETERS = ("num_classes", "n_classes", "classes", "nclasses", "num_labels")
 
 
-def _called(factory: Callable[..., Any], spec: ModelSpec) -> Any:
-    return factory(*_positional_arguments(factory, spec), **spec.options)
-
-
-def _positional_arguments(factory: Callable[..., Any], spec: ModelSpec) -> tuple[Any, ...]:
-    shaped = spec.name in named_networks() or takes_shape(factory, spec.options)
-    return (tuple(spec.input_shape), spec.classes) if shaped else ()
-
-
-def _refuses_call(factory: Callable[..., Any], spec: ModelSpec) -> bool:
-    """Return whether the factory has other parameters, rather than failed in its own code."""
-    try:
-        inspect.signature(factory).bind(*_positional_arguments(factory, spec), **spec.options)
-    except TypeError:
-        return True
-    except ValueError:  # a builtin does not say
-        return False
-    return False
-
-
 def _build_network(spec: ModelSpec) -> nn.Module:
     factory = _factory(spec.name)
     try:
-        network: nn.Module = _called(factory, spec)
+        shaped = spec.name in named_networks() or takes_shape(factory, spec.options)
+        shape = (tuple(spec.input_shape), spec.classes) if shaped else ()
+        network: nn.Module = factory(*shape, **spec.options)
     except UserError:
         raise
     except Exception as error:  # whatever a user's factory does
         reason = f"{type(error).__name__}: {error_text(error)}"
-        refused = f"model {spec.name!r} cannot be built: {reason}"
-        if spec.name in named_networks() or not _refuses_call(factory, spec):
-            raise UserError(refused) from error
         raise UserError(
-            f"{refused}; write a function of input_shape and num_classes that builds it, and name "
-            "that one",
-            see="how-to/certify-any-model.md#by-command",
+            f"model {spec.name!r} cannot be built: {reason}",
+            see="" if spec.name in named_networks() else "how-to/certify-any-model.md#by-command",
         ) from error
     if not isinstance(network, nn.Module):
         raise UserError(

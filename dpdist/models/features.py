@@ -130,14 +130,7 @@ def patch_features_of(model: nn.Module) -> PatchFeatures:
 def _cosines(channels: int, side: int) -> Tensor:
     """All products of cosines over a patch but the constant ones, orthonormal, lowest frequencies
     first: float32 (channels (side^2 - 1), channels, side, side)."""
-
-    def rows(count: int) -> Tensor:
-        places = torch.from_numpy(np.arange(count) + 0.5)
-        found = torch.stack([(math.pi / count * places * row).cos() for row in range(count)])
-        result: Tensor = found / found.norm(dim=1, keepdim=True)
-        return result
-
-    depth, line = rows(channels), rows(side)
+    depth, line = _dct_rows(channels, channels), _dct_rows(side, side)
     order = [(c, u, v) for c in range(channels) for u in range(side) for v in range(side) if u or v]
     order.sort(key=lambda each: (2 * each[0] + each[1] + each[2], each))
     products = [depth[c][:, None, None] * line[u][:, None] * line[v] for c, u, v in order]
@@ -156,7 +149,6 @@ def patches(
 
 
 _FREQUENCY_TIMES_WIDTH = 1.6 * math.pi * 0.75  # frequency times width of a Morlet wavelet
-_TINY_MODULUS = 1e-8  # under the root of a squared modulus, which is smooth at 0 then
 
 
 class Scattering(nn.Module):
@@ -184,8 +176,8 @@ class Scattering(nn.Module):
         for scale, width in enumerate(widths):
             self.register_buffer(f"wavelets_{scale}", _morlets(width, angles), False)
         for name, (rows, columns) in (("whole", sides), ("coarse", coarse)):
-            self.register_buffer(f"{name}_rows", _dct_rows(rows, cosines), False)
-            self.register_buffer(f"{name}_columns", _dct_rows(columns, cosines).T, False)
+            self.register_buffer(f"{name}_rows", _dct_rows(rows, cosines).float(), False)
+            self.register_buffer(f"{name}_columns", _dct_rows(columns, cosines).float().T, False)
         self.size = channels * (1 + angles * self.scales) * cosines**2
 
     def forward(self, x: Tensor) -> Tensor:
@@ -195,10 +187,10 @@ class Scattering(nn.Module):
             wavelets = getattr(self, f"wavelets_{scale}")
             padding = wavelets.shape[-1] // 2
             parts = nn.functional.conv2d(channels, wavelets, stride=self.stride, padding=padding)
-            moduli = (parts.unflatten(1, (-1, 2)).square().sum(2) + _TINY_MODULUS).sqrt()
+            moduli = (parts.unflatten(1, (-1, 2)).square().sum(2) + _TINY).sqrt()
             maps.append(self._low(moduli, "coarse"))
         features = torch.cat(maps, 1).unflatten(0, (-1, self.channels)).flatten(1)
-        output: Tensor = features / features.norm(dim=1, keepdim=True).clamp(min=_TINY_MODULUS)
+        output: Tensor = features / features.norm(dim=1, keepdim=True).clamp(min=_TINY)
         return output
 
     def _low(self, maps: Tensor, size: str) -> Tensor:
@@ -226,10 +218,10 @@ def _morlets(width: float, angles: int) -> Tensor:
 
 
 def _dct_rows(side: int, count: int) -> Tensor:
-    """The first rows of the orthonormal cosine transform: float32 (count, side)."""
+    """The first rows of the orthonormal cosine transform: float64 (count, side)."""
     places = torch.from_numpy(np.arange(side) + 0.5)
     rows = torch.stack([(math.pi / side * places * row).cos() for row in range(count)])
-    result: Tensor = (rows / rows.norm(dim=1, keepdim=True)).float()
+    result: Tensor = rows / rows.norm(dim=1, keepdim=True)
     return result
 
 

@@ -76,18 +76,6 @@ _SCALES = (1e-3, 1.0, 1e3)  # of the inputs on which a cut is checked
 _AFFINE_TOLERANCE, _MODEL_TOLERANCE = 1e-9, 1e-6
 
 
-class NormalizationLayer(nn.Module):
-    """(x - mean) / std alone, as the first step of a sequence."""
-
-    def __init__(self, mean: Tensor, std: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("mean", mean, persistent=False)
-        self.register_buffer("std", std, persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x - self.mean) / self.std  # type: ignore[operator]
-
-
 @dataclass(frozen=True)
 class SplitModel:
     """rest(first(x)) = model(x); all share the model's parameters.
@@ -203,10 +191,8 @@ def _split_or_reason(model: nn.Module) -> SplitModel | str:
             first = nn.Sequential(*[m for _, m in modules[: place + 1]]).train(model.training)
             rest = nn.Sequential(*[m for _, m in modules[place + 1 :]]).train(model.training)
             return SplitModel(model, name, module, first, rest, std)
-        if type(module) is NormalizationLayer:
-            mine = module.std
-            assert isinstance(mine, Tensor)
-            std = mine.double() if std is None else std * mine.double()
+        if type(module) is NormalizedNetwork:  # of nothing: the first step alone
+            std = module.std.double() if std is None else std * module.std.double()
         elif type(module) not in (nn.Flatten, nn.Identity):
             return f"{where} is none (subclasses and parametrizations may compute anything)"
     return "it has no layers"
@@ -227,7 +213,7 @@ def _flatten(model: nn.Module, name: str, changed: list[str]) -> list[tuple[str,
         changed.append(name)
     if isinstance(model, NormalizedNetwork):
         inner = _flatten(model.network, f"{prefix}network", changed)
-        return [(name, NormalizationLayer(model.mean, model.std)), *inner]
+        return [(name, NormalizedNetwork(nn.Identity(), model.mean, model.std)), *inner]
     children = model._modules.items()  # named_children leaves out what comes a second time
     return [pair for key, child in children for pair in _flatten(child, prefix + key, changed)]  # type: ignore[arg-type]
 

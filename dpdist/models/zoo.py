@@ -184,8 +184,6 @@ def pool_cnn(
     kernels: odd. groups: of a GroupNorm behind each convolution, 0 for none. whiten: ridge of a
     `WhiteningLayer` before the last layer, 0 for none.
     """
-    if not len(filters) == len(kernels) > 0 or not all(kernel % 2 for kernel in kernels):
-        raise ValueError("filters and kernels must be lists of one length, kernels odd")
     layers: list[nn.Module] = []
     widths = itertools.pairwise([input_shape[0], *filters])
     for depth, ((width_in, width), kernel) in enumerate(zip(widths, kernels, strict=True)):
@@ -215,8 +213,6 @@ class WhiteningLayer(nn.Linear):
 
     def __init__(self, size: int, ridge: float) -> None:
         super().__init__(size, size)
-        if not 0 < ridge < math.inf:
-            raise ValueError(f"whiten must be a finite number, 0 or more, got {ridge}")
         self.ridge = ridge
         self.requires_grad_(False)
         nn.init.eye_(self.weight)
@@ -396,7 +392,6 @@ def conv_autoencoder(
     sides of the image must be divisible by 2^len(channels). residual: x - network(x) instead, with
     a last layer that begins at 0, so that training begins at the identity. classes is not used.
     """
-    _check_sides_divisible(input_shape, channels)
     widths = [input_shape[0], *channels]
     layers: list[nn.Module] = []
     for width_in, width_out in itertools.pairwise(widths):
@@ -443,9 +438,6 @@ def unet(
     channels: of the levels, outermost first; the sides of the image must be divisible by
     2^len(channels). kernel: even, of the outermost level; the others have 4. classes is not used.
     """
-    _check_sides_divisible(input_shape, channels)
-    if kernel < 2 or kernel % 2:
-        raise ValueError(f"kernel must be an even number >= 2, got {kernel}")
     widths = [input_shape[0], *channels]
     inner: _Level | None = None
     for depth in reversed(range(len(channels))):
@@ -466,7 +458,6 @@ def dncnn(
     3x3 convolutions at full size that predict the noise; groups: of the GroupNorm between them, 0
     for none. classes is not used.
     """
-    _check_image(input_shape, [width])
     if depth < 2:
         raise ValueError(f"depth must be at least 2, got {depth}")
     layers: list[nn.Module] = [nn.Conv2d(input_shape[0], width, 3, padding=1), nn.ReLU()]
@@ -477,24 +468,6 @@ def dncnn(
         layers.append(nn.ReLU())
     layers.append(nn.Conv2d(width, input_shape[0], 3, padding=1))
     return _build_denoiser(layers, residual=True)
-
-
-def _check_image(input_shape: Sequence[int], channels: Sequence[int]) -> None:
-    if len(input_shape) != 3:
-        raise ValueError(f"a denoiser works on images (C, H, W), got {tuple(input_shape)}")
-    if not channels or min(channels) < 1:
-        raise ValueError(f"channels must be numbers >= 1, got {list(channels)}")
-
-
-def _check_sides_divisible(input_shape: Sequence[int], channels: Sequence[int]) -> None:
-    """And its sides can be halved once for each of the channels."""
-    _check_image(input_shape, channels)
-    reduction = 2 ** len(channels)
-    if any(side % reduction for side in input_shape[1:]):
-        raise ValueError(
-            f"{len(channels)} convolutions of stride 2 need sides divisible by {reduction}, got "
-            f"{tuple(input_shape[1:])}"
-        )
 
 
 def _build_denoiser(layers: list[nn.Module], residual: bool) -> nn.Module:
@@ -562,11 +535,6 @@ def torchvision_classifier(
     input_shape: Sequence[int], classes: int, architecture: str = "resnet18"
 ) -> nn.Module:
     """torchvision.models' `architecture` with `classes` outputs, for (3, H, W) images."""
-    if len(input_shape) != 3 or input_shape[0] != 3:
-        raise ValueError(f"torchvision's classifiers take (3, H, W), got {tuple(input_shape)}")
-    known = import_torchvision("models").list_models(module=import_torchvision("models"))
-    if architecture not in known:
-        raise ValueError(f"architecture: unknown {architecture!r}; torchvision has {known}")
     options = {"init_weights": True} if architecture in ("googlenet", "inception_v3") else {}
     network = import_torchvision("models").get_model(
         architecture, weights=None, num_classes=classes, **options

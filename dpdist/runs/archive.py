@@ -28,7 +28,6 @@ taken for a run that could be continued.
 from __future__ import annotations
 
 import base64
-import gzip
 import hashlib
 import io
 import json
@@ -55,7 +54,6 @@ from dpdist.core.files import (
     quoted,
     read_json,
     staging_folder,
-    write_atomic,
     write_json,
 )
 from dpdist.privacy.ledger import JournalError, Ledger
@@ -139,31 +137,18 @@ def unpack_export(log: str, target: Path) -> list[Path]:
     if not tail.startswith(f"{digest}-----"):
         raise UserError("the job's log holds no complete export")
     try:
-        contents = _read_export(raw)
-        with staging_folder(target) as aside:
-            for path, content in contents.items():
-                write_atomic(aside / path, content)
+        with (
+            tarfile.open(fileobj=io.BytesIO(raw), mode="r:gz") as archive,
+            staging_folder(target) as aside,
+        ):
+            names = archive.getnames()
+            for name in names:
+                if not is_publishable(check_relative_path(name)):
+                    raise ValueError(f"it names {name!r}, which may not leave a cluster")
+            archive.extractall(aside, filter="data")
     except (ValueError, OSError, EOFError, tarfile.TarError, zlib.error) as error:
         raise UserError(f"the job's log holds an export that cannot be used: {error}") from error
-    return [target / path for path in contents]
-
-
-def _read_export(raw: bytes) -> dict[str, bytes]:
-    """The files of an export. Raises ValueError for one that may not be there."""
-    with gzip.open(io.BytesIO(raw)) as file:
-        plain = file.read(2 * MAX_EXPORT_BYTES + 1)
-    if len(plain) > 2 * MAX_EXPORT_BYTES:
-        raise ValueError(f"it is larger than {2 * MAX_EXPORT_BYTES / 2**20:.0f} MiB")
-    contents: dict[str, bytes] = {}
-    with tarfile.open(fileobj=io.BytesIO(plain), mode="r:") as archive:
-        for member in archive.getmembers():
-            path = check_relative_path(member.name)
-            if not member.isreg() or member.issparse() or not is_publishable(path):
-                raise ValueError(f"it names {path!r}, which may not leave a cluster")
-            content = archive.extractfile(member)
-            assert content is not None
-            contents[path] = content.read()
-    return contents
+    return [target / name for name in names]
 
 
 # --- names, claims, manifest and permit -------------------------------------------------------
@@ -352,7 +337,11 @@ class Archive:
         if url is not None and not folder.archive.exists():
             store = ObjectStore(url)
             if store.list_names("claims"):
-                raise UserError(_claimed_message(store))
+                raise UserError(
+                    f"{store.url}: holds the archive of a run already. Give each run a prefix of "
+                    "its own; if that run's folder is lost, `dpdist cluster fetch --restore "
+                    f"{store.url}` brings it back"
+                )
 
     @classmethod
     def claim(cls, folder: RunFolder, url: str | None, private: bool) -> Archive | None:
@@ -591,14 +580,6 @@ def _read_archive_record(folder: RunFolder) -> dict[str, Any]:
     if claim_number(about["claim"]) != about["number"]:
         raise UserError(f"{folder.archive}: damaged: {quoted(about['claim'])} is not its claim")
     return about
-
-
-def _claimed_message(store: ObjectStore) -> str:
-    return (
-        f"{store.url}: holds the archive of a run already. Give each run a prefix of its own; if "
-        f"that run's folder is lost, `dpdist cluster fetch --restore {store.url}` brings it "
-        "back"
-    )
 
 
 # --- restoring and fetching -------------------------------------------------------------------

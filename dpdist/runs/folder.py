@@ -442,18 +442,10 @@ class RunFolder:
         """
         self.check_format()
         if not self.training_summary.exists():
-            command = (
-                f"tune {self.search_recipe_file}"
-                if self.search_recipe_file.exists()
-                else f"run {self.recipe_file}"
+            raise UserError(
+                f"{self.path}: this run never finished training; the command or script that began "
+                "it continues it (a loop that stops earlier calls training.finish())"
             )
-            how = f"continue it with `dpdist {command}` first"
-            if self.recipe_file.exists() and load_recipe(self.recipe_file).by_script is not None:
-                how = (
-                    "run its script again, which continues it, until no step is left; a loop that "
-                    "stops earlier calls training.finish()"
-                )
-            raise UserError(f"{self.path}: this run never finished training; {how}")
         return TrainingSummary.read_keys(self.training_summary)
 
     def read_run_key(self) -> bytes:

@@ -11,7 +11,7 @@ import copy
 import difflib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.resources import files
@@ -45,7 +45,6 @@ from dpdist.core.files import (
     validate_path,
 )
 from dpdist.core.preprocessing import ColumnPreprocessing
-from dpdist.methods.base import Method
 from dpdist.methods.registry import DEFAULT, AnyMethod, find_method
 from dpdist.privacy.calibration import calibrate_noise, counts_noise_for, score_noise_for
 from dpdist.privacy.class_rates import ClassRates
@@ -599,21 +598,12 @@ def resolve_recipe(
     changes: Mapping[str, Any] | None = None,
     name: str | None = None,
     data_root: str | Path | None = None,
-    workers: int | None = None,
-    archive: str | None = None,
-    archive_private: bool = False,
 ) -> Recipe:
     """Return the recipe, by path, by name, as plain data or as it is, with changes.
 
     changes: by dotted key, validated as if the recipe said them. Raises UserError.
     """
-    added = {
-        "name": name,
-        "data.root": None if data_root is None else str(data_root),
-        "resources.workers": workers,
-        "resources.archive": archive,
-        "resources.archive_private": archive_private or None,
-    }
+    added = {"name": name, "data.root": None if data_root is None else str(data_root)}
     both = {**(changes or {}), **{key: value for key, value in added.items() if value is not None}}
     if isinstance(recipe, Recipe):
         return parse_recipe(_apply_changes(recipe.model_dump(mode="json"), both), "recipe")
@@ -694,7 +684,7 @@ def check_against_data(recipe: Recipe, records: int, context: str) -> None:
             "to train on, must be at least 2"
         )
     if privacy.delta >= 1 / records and not privacy.allow_large_delta:
-        rule = f"must be < 1/N = {_format_two_digits(1 / records)}"
+        rule = f"must be < 1/N = {1 / records:.1e}"
         raise field_error(
             context,
             "privacy.delta",
@@ -758,12 +748,6 @@ def step_count(recipe: Recipe, records: int) -> int:
     return steps
 
 
-def _format_two_digits(value: float) -> str:
-    """Return two significant digits, rounded down: 1.7e-05 for 1/60000."""
-    exponent = math.floor(math.log10(value))
-    return f"{math.floor(value / 10**exponent * 10 + 0.5) / 10:g}e{exponent:+03d}"
-
-
 def _apply_changes(raw: dict[str, Any], changes: Mapping[str, Any] | None) -> dict[str, Any]:
     for key, value in (changes or {}).items():
         _set_key(raw, key, value)
@@ -790,23 +774,12 @@ def _nested_sections(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _nested_sections(inner)
 
 
-def _known_keys(location: Sequence[Any]) -> list[str]:
-    """Return the keys of the section that a complaint is about; `location` as pydantic gives it."""
-    sections: list[type[BaseModel]] = [Recipe]
-    for part in location:
-        named = [each.model_fields[part] for each in sections if part in each.model_fields]
-        if named:
-            sections = [one for field in named for one in _nested_sections(field.annotation)]
-        elif isinstance(part, str):  # the tag of a union: its kind
-            sections = [each for each in sections if _is_of_kind(each, part)] or sections
-    return sorted({name for each in sections for name in each.model_fields})
-
-
-def _is_of_kind(section: type[BaseModel], tag: str) -> bool:
-    fields = section.model_fields
-    kind = fields.get("name", fields.get("kind", fields.get("mode")))
-    # A method outside the table: only what all methods have is known here.
-    return kind is None or tag in get_args(kind.annotation) or section is Method
+def _keys_of(sections: Iterable[type[BaseModel]], where: str = "") -> Iterator[str]:
+    """Yield the dotted keys of sections, and of those within them, whatever their kind."""
+    for section in sections:
+        for name, field in section.model_fields.items():
+            yield f"{where}{name}"
+            yield from _keys_of(_nested_sections(field.annotation), f"{where}{name}.")
 
 
 _MAIN_SECTIONS = ("data", "model", "privacy", "training", "certify", "resources")
@@ -814,11 +787,12 @@ _MAIN_SECTIONS = ("data", "model", "privacy", "training", "certify", "resources"
 
 def _did_you_mean(location: Sequence[Any]) -> str:
     """Return a guess at what an unknown key was meant to be, dotted; "" where none is near."""
-    *section, key = location
-    near = difflib.get_close_matches(str(key), _known_keys(section), 1)
-    if near:
-        return ".".join(map(str, [*_without_tags(section), near[0]]))
-    elsewhere = [name for name in _MAIN_SECTIONS if key in _known_keys([name])]
+    *section, key = map(str, location)
+    known = {each.rpartition(".")[::2] for each in _keys_of([Recipe])}
+    own = sorted(name for around, name in known if around == ".".join(section))
+    if near := difflib.get_close_matches(key, own, 1):
+        return ".".join([*section, near[0]])
+    elsewhere = [around for around in _MAIN_SECTIONS if (around, key) in known]
     return f"{elsewhere[0]}.{key}" if len(elsewhere) == 1 else ""
 
 
@@ -832,8 +806,8 @@ def _without_tags(location: Sequence[Any]) -> list[Any]:
 
 
 def _format_error(context: str, item: Any) -> str:
-    guess = _did_you_mean(item["loc"]) if item["type"] == "extra_forbidden" else ""
     location = _without_tags(item["loc"])
+    guess = _did_you_mean(location) if item["type"] == "extra_forbidden" else ""
     if item["type"] == "of_key":
         location.append(item["ctx"]["key"])
     key = ".".join(str(part) for part in location)

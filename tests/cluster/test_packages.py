@@ -6,7 +6,6 @@ import pytest
 
 from dpdist.cluster.versions import (
     _check_node,
-    _compute_fingerprints,
     check_same_versions,
     code_digest,
     package_fingerprints,
@@ -28,7 +27,7 @@ def test_same_code_passes_wherever_it_lies():
 
 @pytest.mark.parametrize("name", ["dpdist", "torch", "python"])
 def test_a_difference_is_named(name):
-    driver = package_fingerprints(PACKAGES)
+    driver = dict(package_fingerprints(PACKAGES))
     driver[name] = "/somewhere:0123"
     with pytest.raises(ClusterError, match=f"node 7: {name} is .*on the driver it is /somewhere"):
         check_same_versions(driver, PACKAGES, "node 7")
@@ -43,7 +42,7 @@ def test_a_shadowing_package_changes_the_digest(tmp_path, monkeypatch):
     first = code_digest(("shadowed_package",))
     (folder / "__init__.py").write_text("x = 2\n")
     assert code_digest(("shadowed_package",)) == first  # of what this process has loaded
-    _compute_fingerprints.cache_clear()  # as in another process
+    package_fingerprints.cache_clear()  # as in another process
     assert code_digest(("shadowed_package",)) != first
     assert code_digest(("dpdist.cluster",)) == before
 
