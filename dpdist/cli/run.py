@@ -258,15 +258,13 @@ def _print_cost_table(recipe: Recipe, records: int, noise: float, rows: list[Any
             " / ".join(map(str, row.quantiles)),
         ]
         cells.append(line)
-    widths = [max(len(line[i]) for line in [header, *cells]) for i in range(len(header))]
     typer.echo(
         f"training on about {records:,} {recipe.counted}; one untuned run: noise multiplier "
         f"{noise:.4g}"
         + ("" if target is None else f", epsilon {target:g}")
         + f" at delta {recipe.privacy.delta:g}"
     )
-    for line in [header, *cells]:
-        typer.echo("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip())
+    typer.echo(console.format_columns(header, cells))
     typer.echo(
         "* the recipe's distribution. K stays secret (except fixed): a cheap distribution often "
         "runs a single trial, "
