@@ -201,7 +201,8 @@ def test_predict_brings_a_picture_to_the_input_as_certify_does(
     files = [tmp_path / "p" / "c3" / f"{number}.png" for number in (0, 1)]
     done = call("predict", "small", *files, "--label-only", *runs)
     assert done.exit_code == 0, (done.output, done.exception)
-    assert f"shorter side resized to {40 if options else 32} (bilinear), center crop 32 x 32" in (
+    side = 40 if options else 32
+    assert f"shorter side resized to {side} (bilinear) and their center cropped, 32 x 32" in (
         done.stderr
     )
     assert torch.equal(torch.stack(seen), inputs.batch(np.array([6, 7])))

@@ -29,11 +29,68 @@ from dpdist.certification import table as tables
 from dpdist.core.errors import UserError
 from dpdist.privacy.card import PRIVACY_CARD
 from dpdist.release.files import DESCRIPTION, table_name
-from dpdist.release.verify import UNVERIFIABLE_FIELDS, verify_release
+from dpdist.release.verify import verify_release
 
 __all__ = ["call", "copied", "made", "work"]
 pytestmark = pytest.mark.slow
 TABLE = table_name(1)
+
+# What `verify` cannot tell; a signature tells whose word it is.
+_REASON_SUGGESTION = "a suggestion: the reader chooses how to certify"
+_REASON_COUNTS = "until --redraw counts inputs again"
+_REASON_MEASURED = "measured of the inputs, which no file of a release holds"
+_REASON_RADII = "which radii are shown, each computed from the counts"
+_REASON_TEST_DATA = "where the reader finds test data: --redraw loads them and compares"
+_REASON_OTHER_RUNS = "of other runs and of faults, which the publisher's ledger holds"
+_REASON_FREE_TEXT = "texts and assumptions that no phase implies"
+UNVERIFIABLE_FIELDS: dict[str, dict[str, str]] = {
+    DESCRIPTION: {
+        **dict.fromkeys(
+            (
+                "certificate", "certificate.alpha", "certificate.n", "certificate.n0",
+                "certificate.radii", "certificate.radii.*",
+                "certificate.sigma",
+            ),
+            _REASON_SUGGESTION,
+        ),
+        **dict.fromkeys(
+            ("data.columns.user", "data.columns.image", "data.columns.label", "data.test"),
+            _REASON_TEST_DATA
+        ),
+        "license": "a decision",
+        "name": "a name",
+        **dict.fromkeys(
+            ("tested", "tested.accuracy", "tested.data", "tested.inputs"),
+            "clean accuracy, which no file holds the answers of",
+        ),
+    },
+    PRIVACY_CARD: {
+        **dict.fromkeys(("assumptions", "extra.model", "notes", "notes.*", "unit"),
+            _REASON_FREE_TEXT),
+        **dict.fromkeys(("plan", "reexecuted_releases"), _REASON_OTHER_RUNS),
+    },
+    "model.json": {},
+    table_name(1): {
+        **dict.fromkeys(
+            (
+                "about.classifier.batch", "about.classifier.check", "about.data", "about.inputs",
+                "about.seed", "about.settings.batch", "histogram",
+                "label",
+            ),
+            _REASON_COUNTS,
+        ),
+        **dict.fromkeys(("about.settings.radii", "about.settings.radii.*"), _REASON_RADII),
+        **dict.fromkeys(
+            ("about.clean_wrong", "about.input_range.*", "about.input_shape",
+             "about.input_shape.*"),
+            _REASON_MEASURED,
+        ),
+        **dict.fromkeys(
+            ("about.classifier.machine", "about.classifier.torch_version"), "where it was counted"
+        ),
+    },
+}  # fmt: skip
+"""By file: fields of which a single edit passes (pages and sums made again), and why."""
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -40,7 +40,7 @@ from dpdist.attacks.table import VERDICT, AttackOptions, Plausibility, assess_pl
 from dpdist.certification import score_bounds, table_reader
 from dpdist.certification import worker as counting
 from dpdist.certification.certificate import Certificate, ClassCounter, NoiseSampler
-from dpdist.certification.cohen import Cohen, predict
+from dpdist.certification.cohen import Cohen, predict, sample_under_noise
 from dpdist.certification.inference import (
     ClassifierSpec,
     read_classifier_spec,
@@ -133,24 +133,13 @@ def require_attackable(assignment: counting.Assignment) -> None:
         )
 
 
-def split_into_blocks(samples: int, batch: int) -> list[tuple[int, int]]:
-    """Return the number of each canonical block of the draws, and how many of its rows count."""
-    return [(block, min(batch, samples - block * batch)) for block in range(-(-samples // batch))]
-
-
 def count_answers(
     counter: ClassCounter, x: Tensor, index: int, stage: str, samples: int, batch: int
 ) -> np.ndarray:
     """Classes of ``draws`` fresh answers at one input (float32, no batch dimension): int64
     (classes,). Answers without a class are in none of them."""
-    result: np.ndarray = np.sum(
-        [
-            counter.histogram(x, index, stage, block, batch, rows)
-            for block, rows in split_into_blocks(samples, batch)
-        ],
-        axis=0,
-    )
-    return result
+    blocks = range(-(-samples // batch))
+    return sample_under_noise(counter, x, index, blocks, batch, samples, stage)
 
 
 @dataclass(frozen=True)
@@ -172,9 +161,10 @@ class MeanScores:
         alone."""
         if not isinstance(counter, HiddenNoiseCounter):
             raise TypeError("mean scores need noise behind a layer")
+        rows = [min(batch, samples - start) for start in range(0, samples, batch)]
         found = [
-            counter.sample_block(x, index, block, batch, rows, binned=True, stage=stage)
-            for block, rows in split_into_blocks(samples, batch)
+            counter.sample_block(x, index, block, batch, draws, binned=True, stage=stage)
+            for block, draws in enumerate(rows)
         ]
         names = ("bins", "excess", "histogram")
         return cls(*(np.sum([getattr(each, name) for each in found], axis=0) for name in names))
@@ -396,6 +386,7 @@ class BaseAttackJob(JobSpec):
     n0: int | None = None
     draws_per_point: int
     min_draws_per_point: int
+    _each: int  # blocks of an attack
 
     def __init__(
         self,
@@ -490,6 +481,14 @@ class BaseAttackJob(JobSpec):
     def worker_setup(self) -> Any:
         return self.assignment
 
+    def whole_attacks(self, state: JobState) -> dict[str, list[Row]]:
+        """Return the rows of each attack, and size, of which every block is there."""
+        found: dict[str, list[list[Row]]] = {}
+        for key, rows in state.finished_rows.items():
+            found.setdefault(str(key).rsplit(" rows ", 1)[0], []).append(rows)
+        whole = {name: some for name, some in found.items() if len(some) == self._each}
+        return {name: [row for rows in some for row in rows] for name, some in whole.items()}
+
 
 class AttackJob(BaseAttackJob):
     """Attacks on the inputs of a data set at every size."""
@@ -533,11 +532,7 @@ class AttackJob(BaseAttackJob):
 
     def finish(self, state: JobState, output: Path) -> list[Row]:
         """The rows of each attack and size of which every block is there."""
-        by_pair: dict[str, list[list[Row]]] = {}
-        for key, rows in state.finished_rows.items():
-            by_pair.setdefault(str(key).rsplit(" rows ", 1)[0], []).append(rows)
-        whole = [some for some in by_pair.values() if len(some) == self._each]
-        return [row for some in whole for rows in some for row in rows]
+        return [row for rows in self.whole_attacks(state).values() for row in rows]
 
 
 # --- certificates against attacks -------------------------------------------------------------
@@ -674,12 +669,9 @@ class CertificateCheckJob(BaseAttackJob):
         return _CheckSetup(self.assignment, self._certificate, self._sampler, self._votes)
 
     def finish(self, state: JobState, output: Path) -> list[Row]:
-        by_attack: dict[str, list[list[Row]]] = {}
-        for key, some in state.finished_rows.items():
-            by_attack.setdefault(str(key).rsplit(" rows ", 1)[0], []).append(some)
         # Of all attacks that the folder has: a weaker one does not take back what one found.
-        whole = {name: some for name, some in by_attack.items() if len(some) == self._each}
-        rows = [row for some in whole.values() for part in some for row in part]
+        whole = self.whole_attacks(state)
+        rows = [row for some in whole.values() for row in some]
         found, settings = self._found, self.assignment.settings
         self.verdict = verdict = assess_plausibility(
             len({row["index"] for row in rows if row["contradiction"]}),

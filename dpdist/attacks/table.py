@@ -318,14 +318,9 @@ def read_attack(path: Path) -> AttackTable:
     settings, noise = said["settings"], said["noise"]
     table = AttackTable(
         path=path,
-        norm=settings["norm"],
         noise_kind=noise["kind"],
         sigma=noise.get("sigma"),
-        steps=settings["steps"],
-        restarts=settings["restarts"],
-        samples=settings["samples"],
-        n=settings["n"],
-        alpha=settings["alpha"],
+        **{name: settings[name] for name in ("norm", "steps", "restarts", "samples", "n", "alpha")},
         model=said["model"],
         data=said["data"],
         dimension=math.prod(said["input_shape"]),

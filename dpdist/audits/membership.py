@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from dpdist.audits.membership_statistics import GAMES, TABLE, BankScores, Game, read_scores
-from dpdist.audits.target import refuse_not_releasable, refuse_planted, refuse_users
 from dpdist.certification.evaluation import EvaluatedModel, Evaluation
-from dpdist.core.errors import UserError
 from dpdist.core.fields import Count, HexKey, ModelCount, OneOrMore, Section
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe
@@ -93,21 +91,9 @@ class Membership(Section, Evaluation):
         rate, divisor and steps follow from the expected one, as with privacy.nominal_records.
         """
         from dpdist.runs.recipe import make_plan, refuse_answers, training_only, without_privacy
+        from dpdist.training.ensembles import refuse_ensemble
 
-        refuse_planted(recipe, "shadow models")
-        refuse_not_releasable(recipe)
-        refuse_users(recipe, "shadow models")
-        if recipe.data.class_sampling:
-            raise UserError(
-                f"{recipe.name}: data.class_sampling: must be left out for membership inference, "
-                "got "
-                f"{len(recipe.data.class_sampling)} rates: shadow models have other class counts"
-            )
-        if recipe.tune is not None:
-            raise UserError(
-                f"{recipe.name}: a private search is no single training; give the recipe.yaml "
-                "that a run of it wrote"
-            )
+        refuse_ensemble(recipe, "no shadow models")
         size, found = self.game_rules.expected_members(records), []
         for own in (training_only(recipe), without_privacy(recipe)):
             planned = own

@@ -1,22 +1,21 @@
 """Membership attacks on a bank of models, and their findings beside the limits that guarantees set.
 
-An attack turns a bank's scores into one number for each record of a target. A new one is a class
-here and its place in `ATTACKS`. Findings are numbers with intervals.
+An attack turns a bank's scores into one number for each record of a target; `ATTACKS` lists all.
+Findings are numbers with intervals.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dpdist.audits import membership_statistics
 from dpdist.audits.membership import Membership
 from dpdist.audits.membership_statistics import (
     ALPHA,
@@ -27,7 +26,10 @@ from dpdist.audits.membership_statistics import (
     Roc,
     claimed_ceiling,
     format_guarantee,
+    lira_offline,
+    lira_online,
     proved_ceiling,
+    rmia,
 )
 from dpdist.core.console import format_bound, format_confidence, format_exact
 from dpdist.core.errors import UserError
@@ -42,16 +44,22 @@ from dpdist.runs.recipe import Recipe
 Array = NDArray[np.float64]
 
 
+# Of a bank, its target, the shadow models' records that the adversary may learn from, and a seed:
+# (N,), larger where a record is more likely a member of the target.
+Score = Callable[[BankScores, int, NDArray[np.bool_], int], Array]
+
+
 @dataclass(frozen=True)
 class MembershipAttack:
     """An attack on a bank. min_models: models that it needs. thresholds: at which precision and
     recall are told, beside the median. needs_quarters_game: whether it is played with a target and
     a shadow."""
 
-    name: ClassVar[str]
-    min_models: ClassVar[int]
-    thresholds: ClassVar[tuple[float, ...]] = ()
-    needs_quarters_game: ClassVar[bool] = False
+    name: str
+    min_models: int
+    score: Score
+    thresholds: tuple[float, ...]
+    needs_quarters_game: bool = False
 
     def check_game(self, game: Game) -> None:
         """Raise UserError for a bank with too few models."""
@@ -61,88 +69,57 @@ class MembershipAttack:
                 f"{game.models}"
             )
 
-    def score(
-        self, bank: BankScores, target: int, known_records: NDArray[np.bool_], seed: int
-    ) -> Array:
-        """(N,), larger where a record is more likely a member of `target`. known_records: of the
-        shadow models' records, those that the adversary may learn from."""
-        raise NotImplementedError
 
-
-class Shadow(MembershipAttack):
+def shadow_scores(
+    bank: BankScores, target: int, known_records: NDArray[np.bool_], seed: int
+) -> Array:
     """The residual perturbation paper's: a network learns from the shadow's three largest class
     probabilities who was in it, and judges the target's (hidden layer of 64, Adam at rate .1, 50
     epochs; unprinted: ReLU, batches of 128, no weight decay)."""
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.neural_network import MLPClassifier
 
-    name, min_models, needs_quarters_game = "shadow", 2, True
-    thresholds = (0.4, 0.5, 0.55, 0.6)
-
-    def score(
-        self, bank: BankScores, target: int, known_records: NDArray[np.bool_], seed: int
-    ) -> Array:
-        from sklearn.exceptions import ConvergenceWarning
-        from sklearn.neural_network import MLPClassifier
-
-        shadow = 1 - target
-        network = MLPClassifier(
-            (64,), activation="relu", solver="adam", learning_rate_init=0.1, max_iter=50,
-            batch_size=min(128, int(known_records.sum())), alpha=0.0, tol=0.0, n_iter_no_change=50,
-            random_state=seed,
-        )  # fmt: skip
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # 50 epochs, as they say
-            network.fit(bank.top[shadow][known_records], bank.member[shadow][known_records])
-        return np.asarray(network.predict_proba(bank.top[target])[:, 1])
+    shadow = 1 - target
+    network = MLPClassifier(
+        (64,), activation="relu", solver="adam", learning_rate_init=0.1, max_iter=50,
+        batch_size=min(128, int(known_records.sum())), alpha=0.0, tol=0.0, n_iter_no_change=50,
+        random_state=seed,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # 50 epochs, as they say
+        network.fit(bank.top[shadow][known_records], bank.member[shadow][known_records])
+    return np.asarray(network.predict_proba(bank.top[target])[:, 1])
 
 
-class Lira(MembershipAttack):
-    """Likelihood ratios of Gaussians, with and without the record (Carlini et al. 2022)."""
-
-    name, min_models, thresholds = "lira", 4, (0.0,)
-
-    def score(
-        self, bank: BankScores, target: int, known_records: NDArray[np.bool_], seed: int
-    ) -> Array:
-        return membership_statistics.lira_online(bank.phi, bank.member, target)
-
-
-class LiraOffline(MembershipAttack):
-    """LiRA, offline: how unusual a score is for models without the record.
-
-    Source: Carlini et al. 2022, Section VI-C.
-    """
-
-    name, min_models, thresholds = "lira-offline", 3, (0.5, 0.9, 0.99)
-
-    def score(
-        self, bank: BankScores, target: int, known_records: NDArray[np.bool_], seed: int
-    ) -> Array:
-        return membership_statistics.lira_offline(bank.phi, bank.member, target)
-
-
-class Rmia(MembershipAttack):
-    """Ratios against population points (Zarifzadeh et al. 2024), gamma 2."""
-
-    name, min_models, thresholds = "rmia", 2, (0.4, 0.5, 0.55, 0.6)
-    online: ClassVar[bool] = True
-
-    def score(
-        self, bank: BankScores, target: int, known_records: NDArray[np.bool_], seed: int
-    ) -> Array:
-        return membership_statistics.rmia(
-            bank.phi, bank.member, target, bank.population, online=self.online
-        )
-
-
-class RmiaOffline(Rmia):
-    """RMIA with references that never saw the record, a = .3."""
-
-    name, online = "rmia-offline", False
-
-
-ATTACKS: dict[str, type[MembershipAttack]] = {
-    kind.name: kind for kind in (Shadow, Lira, LiraOffline, Rmia, RmiaOffline)
-}
+_RATIOS = (0.4, 0.5, 0.55, 0.6)
+ATTACKS = {
+    attack.name: attack
+    for attack in (
+        MembershipAttack("shadow", 2, shadow_scores, _RATIOS, needs_quarters_game=True),
+        # Likelihood ratios of Gaussians, with and without the record (Carlini et al. 2022).
+        MembershipAttack(
+            "lira", 4, lambda bank, at, *_: lira_online(bank.phi, bank.member, at), (0.0,)
+        ),
+        # How unusual a score is for models without the record (the same, Section VI-C).
+        MembershipAttack(
+            "lira-offline", 3, lambda bank, at, *_: lira_offline(bank.phi, bank.member, at),
+            (0.5, 0.9, 0.99),
+        ),
+        # Ratios against population points (Zarifzadeh et al. 2024), gamma 2.
+        MembershipAttack(
+            "rmia", 2, lambda bank, at, *_: rmia(bank.phi, bank.member, at, bank.population),
+            _RATIOS,
+        ),
+        # The same with references that never saw the record, a = .3.
+        MembershipAttack(
+            "rmia-offline", 2,
+            lambda bank, at, *_: rmia(
+                bank.phi, bank.member, at, bank.population, online=False
+            ),
+            _RATIOS,
+        ),
+    )
+}  # fmt: skip
 
 
 # --- findings ---------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 from dpdist.attacks.settings import AttackSettings, CheckSettings
 from dpdist.audits import canaries, mechanism
 from dpdist.audits.membership import Membership
-from dpdist.audits.target import AuditResult, PrivateAuditResult, Target, refuse_users
+from dpdist.audits.target import AuditResult, PrivateAuditResult, Target
 from dpdist.certification.evaluation import Evaluation
 from dpdist.config.sections import AuditOptions, CanaryAudit, ManyRunsAudit, MechanismAudit
 from dpdist.core.errors import UserError
@@ -55,8 +55,14 @@ def run_audit(
     options: AuditOptions, target: Target, output: Path, report_progress: ProgressCallback
 ) -> AuditFinding:
     """Make an audit; its result also goes into `output`. Raises UserError."""
-    if not options.audits_users:
-        refuse_users(target.recipe, f"audits of kind {options.kind}")
+    recipe = target.recipe
+    if recipe.user_unit is not None and not options.audits_users:
+        raise UserError(
+            f"{recipe.name}: privacy.unit: user does not go with audits of kind {options.kind}, "
+            "which tell single records apart, of which a guarantee for users does not speak: audit "
+            "its mechanism or gradient canaries, or a run of the same recipe with unit: record",
+            see="explanation/privacy.md#a-person-as-the-unit",
+        )
     found = AUDITS[options.kind][1](options, target, output, report_progress)
     found.write(output / AuditResult.file)
     return found

@@ -35,7 +35,8 @@ class Target:
     model: str | None = None
 
     def __post_init__(self) -> None:
-        refuse_not_releasable(self.recipe)
+        if (why := self.recipe.method.capabilities.not_releasable_reason) is not None:
+            raise UserError(f"{self.recipe.name}: nothing to audit: {why}")
         if self.recipe.method.capabilities.steps_are_post_processing:
             raise UserError(
                 f"{self.recipe.name}: nothing to audit: what is private was noised before the "
@@ -82,33 +83,6 @@ class Target:
         if claim is None or claim.adjacency != self.proved.adjacency:
             return None
         return claim.epsilon if claim.delta <= self.plan.delta else None
-
-
-def refuse_planted(recipe: Recipe, what: str) -> None:
-    """Raise UserError for a recipe that has canaries behind its records."""
-    if recipe.canary_audit is not None:
-        raise UserError(
-            f"{recipe.name}: audit.kind: canaries plants records in this training; {what} are of a "
-            "recipe without it"
-        )
-
-
-def refuse_not_releasable(recipe: Recipe) -> None:
-    """Raise UserError for a recipe whose models never leave: nobody sees a step or a model."""
-    if (why := recipe.method.capabilities.not_releasable_reason) is not None:
-        raise UserError(f"{recipe.name}: nothing to audit: {why}")
-
-
-def refuse_users(recipe: Recipe, what: str) -> None:
-    """Raise UserError where the unit is a user, for what tells single records apart: a guarantee
-    for users does not speak of these."""
-    if recipe.user_unit is not None:
-        raise UserError(
-            f"{recipe.name}: privacy.unit: user does not go with {what}, which tell single "
-            "records apart, of which a guarantee for users does not speak: audit its "
-            "mechanism or gradient canaries, or a run of the same recipe with unit: record",
-            see="explanation/privacy.md#a-person-as-the-unit",
-        )
 
 
 def target_of_recipe(recipe: Recipe, context: str) -> Target:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,14 +35,14 @@ from dpdist.audits.membership_statistics import (
     log_odds,
     top_probabilities,
 )
-from dpdist.audits.target import Target, refuse_planted
+from dpdist.audits.target import Target
 from dpdist.certification.inference import use_single_thread
 from dpdist.certification.worker import expected_log_scores
 from dpdist.cluster import job_folder
 from dpdist.cluster.resumable_job import Item, JobSpec, Row, WorkItems
 from dpdist.config.sections import ManyRunsAudit
 from dpdist.core.errors import UserError
-from dpdist.core.files import ColumnSpec, make_private_folder
+from dpdist.core.files import ColumnSpec
 from dpdist.gradients.clipping import make_clipping, rounding_slack, sum_slack
 from dpdist.gradients.noise import add_noise
 from dpdist.gradients.per_example import squared_row_norms
@@ -56,7 +56,7 @@ from dpdist.randomness.noise_location import find_noise_location
 from dpdist.runs.recipe import Recipe
 from dpdist.training.canaries import canary_coordinates
 from dpdist.training.collectives import FlatOptimizer
-from dpdist.training.ensembles import TrainingItems, read_files, train_in_process
+from dpdist.training.ensembles import EnsembleJob, TrainingItems, read_files, train_in_process
 from dpdist.training.model_setup import (
     importance_weighted,
     initial_model,
@@ -336,9 +336,11 @@ class ManyRunsJob(JobSpec):
     def __init__(self, options: ManyRunsAudit, target: Target) -> None:
         """Raises UserError for a recipe that is more than `VectorizedTrainings` does, or has
         canaries."""
-        from dpdist.training.records import data_source, records_with_canaries
-
-        refuse_planted(target.recipe, "many runs")
+        if target.recipe.canary_audit is not None:
+            raise UserError(
+                f"{target.recipe.name}: audit.kind: canaries plants records in this training; many "
+                "runs are of a recipe without it"
+            )
         if target.recipe.privacy.batch_cap is not None:
             raise UserError(
                 f"{target.recipe.name}: privacy.batch_cap: what a capped batch promises is of a "
@@ -460,29 +462,19 @@ def _score_batches(model: nn.Module, dataset: data.Dataset, passes: int | None, 
 SCORES = "scores.safetensors"
 
 
-class ShadowBankJob(JobSpec):
-    """Shadow models of one recipe. identity: see `dpdist.audits.membership`."""
+class ShadowBankJob(EnsembleJob):
+    """Shadow models of one recipe. pinned: see `dpdist.audits.membership`."""
 
     kind = job_folder.JobKind(
         "bank of shadow models", "training shadow models", is_seed_secret=True
     )
     table_file, metadata_key, schema, columns = TABLE, KEY, SCHEMA, COLUMNS
 
-    def __init__(
-        self, pinned: dict[str, Any], seed: str | None, build_setup: Callable[[str], ShadowSetup]
-    ) -> None:
-        """build_setup: what workers share, given the bank's seed."""
-        self._wanted, self.seed, self._share = pinned, seed, build_setup
-
-    def identity(self) -> dict[str, Any]:
-        return self._wanted
-
-    def initial_record(self, output: Path) -> dict[str, Any]:
-        make_private_folder(output)  # wherever it was asked for
-        return {"seed": self.seed or secrets.token_hex(32)}
-
     def work_items(self, job_record: dict[str, Any], output: Path) -> WorkItems:
-        return _ShadowWorkItems(self._share(job_record["seed"]), output / "models")
+        shared = self.build_setup(job_record["seed"])
+        return _ShadowWorkItems(
+            shared.game.models, ShadowTrainer, shared, output / "models", shared.plans[0]
+        )
 
     def build_table(self, rows: list[Row], job_record: Mapping[str, Any]) -> pa.Table:
         ordered = sorted(rows, key=lambda row: row["model"])
@@ -495,12 +487,6 @@ class _ShadowWorkItems(TrainingItems):
     """Shadow models, each with its scores."""
 
     checked_file = SCORES
-
-    def __init__(self, shared: ShadowSetup, folder: Path) -> None:
-
-        plan = shared.plans[0]
-        examples = plan.steps * plan.step(0).expected_batch if plan.steps else 0.0
-        super().__init__(shared.game.models, ShadowTrainer, shared, folder, examples)
 
     def read_result(self, raw: bytes, folder: Path) -> dict[str, Any]:
         return {"scores": load_tensors(raw)}

@@ -637,9 +637,7 @@ def compute_certified_sizes(
         for name, unit in units.items()
         for norm in NORMS
     }
-    sizes[AS_PRINTED] = score_bounds.heterogeneous_gaussian_size(
-        printed, scale, norms.as_printed, paper_faithful=True
-    )
+    sizes[AS_PRINTED] = score_bounds.hgm_size_as_printed(printed, scale, norms.as_printed)
     return sizes
 
 

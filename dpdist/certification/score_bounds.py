@@ -226,32 +226,28 @@ def score_bounds_counts(
 def classical_gaussian_size(bounds: ScoreBounds, std: float, sensitivity: float) -> Any:
     """PixelDP's certificate: classical Gaussian mechanism, epsilon <= 1 (HGM paper, Eq. 5)."""
     return _largest_size(
-        bounds, std, sensitivity, _scale(mechanisms.classical_gaussian_formula), largest=1.0
+        bounds, std, sensitivity, mechanisms.classical_gaussian_formula, largest=1.0
     )
 
 
 def analytic_gaussian_size(bounds: ScoreBounds, std: float, sensitivity: float) -> Any:
     """The same condition with the exact (epsilon, delta) profile (Balle and Wang, ICML 2018)."""
-    return _largest_size(bounds, std, sensitivity, _scale(mechanisms.analytic_gaussian_scale))
+    return _largest_size(bounds, std, sensitivity, mechanisms.analytic_gaussian_scale)
 
 
 def extended_gaussian_size(bounds: ScoreBounds, std: float, sensitivity: float) -> Any:
     """The extended Gaussian mechanism, any epsilon (HGM, IJCAI 2019, Theorem 2)."""
-    return _largest_size(bounds, std, sensitivity, _scale(mechanisms.extended_gaussian_scale))
+    return _largest_size(bounds, std, sensitivity, mechanisms.extended_gaussian_scale)
 
 
-def heterogeneous_gaussian_size(
-    bounds: ScoreBounds, std: float, sensitivity: float, *, paper_faithful: bool = False
-) -> Any:
-    """HGM's certificate: noise std * sqrt(K r) per component, weighted sensitivity.
+def hgm_size_as_printed(bounds: ScoreBounds, std: float, sensitivity: float) -> Any:
+    """HGM's certificate as its Equation 10 has it: noise std * sqrt(K r) per component.
 
-    ``sensitivity`` is that of the output divided by sqrt(K r), of all feature maps jointly.
-    Equation 10 of the paper divides by epsilon twice; ``paper_faithful`` does so too and is not
-    valid for epsilon > 1 (it overstates the size by epsilon).
+    ``sensitivity`` is that of the output divided by sqrt(K r), of all feature maps jointly. It
+    divides `extended_gaussian_size`, which is valid, by epsilon once more: it is not valid for
+    epsilon > 1, where it overstates the size by epsilon.
     """
-    scale = _scale(mechanisms.extended_gaussian_scale)
-    if not paper_faithful:
-        return _largest_size(bounds, std, sensitivity, scale)
+    scale = mechanisms.extended_gaussian_scale
     return _largest_size(
         bounds, std, sensitivity, lambda epsilon, delta: scale(epsilon, delta) / epsilon
     )
@@ -330,10 +326,6 @@ def _largest_sizes(
 
 def _bounds(interval: tuple[Bound, Bound]) -> ScoreBounds:
     return ScoreBounds(np.asarray(interval[0]), np.asarray(interval[1]))
-
-
-def _scale(mechanism: Callable[..., np.ndarray]) -> Scale:
-    return lambda epsilons, deltas: mechanism(epsilons, deltas)  # noqa: PLW0108
 
 
 def _error(confidence: float) -> float:

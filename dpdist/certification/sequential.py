@@ -63,12 +63,14 @@ from dpdist.certification.table import (
     ABSTAIN,
     CertificateTable,
     CertifiedSizes,
+    base_schema,
     read_job_record,
     read_settings,
 )
 from dpdist.core.binomial import check_alpha, clopper_pearson_upper
 from dpdist.core.console import format_exact
 from dpdist.core.errors import UserError
+from dpdist.core.files import ColumnSpec
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -421,7 +423,12 @@ class TargetRadius(SequentialSmoothing):
         """Return the schema with the column "hits" (counts at each look), a `pyarrow.Schema`."""
         import pyarrow as pa
 
-        return super().table_schema().append(pa.field(HITS, pa.list_(pa.int64())))
+        return base_schema().append(pa.field(HITS, pa.list_(pa.int64())))
+
+    @classmethod
+    def extra_columns(cls) -> Mapping[str, ColumnSpec]:
+        """Return the additional columns, a dict with "hits"."""
+        return {HITS: (object, None)}
 
     @classmethod
     def consistent_counts(cls, table: pa.Table) -> np.ndarray:

@@ -60,19 +60,12 @@ def check_complete(certificates: CertificateTable) -> None:
         UserError: an input is missing, or is there though it was not chosen.
     """
     about, have = certificates.job_record, np.sort(certificates.index)
-    settings = about.get("settings", {})
-    start, every, most = _read_choice(settings, certificates.path)
-    chosen = certificates.certificate_class.model_construct(
-        start=start, every=every, max_inputs=most
-    )
-    inputs = about.get("inputs")
-    if inputs is None:
-        if not settings:
-            return
-        inputs = int(have[-1]) + 1
-    elif type(inputs) is not int or not 0 < inputs <= MAX_COUNT:
+    if not about.get("settings"):
+        return
+    inputs = about.get("inputs", int(have[-1]) + 1)
+    if type(inputs) is not int or not 0 < inputs <= MAX_COUNT:
         raise UserError(f"{certificates.path}: damaged: inputs must be a number of inputs")
-    wanted = np.asarray(chosen.indices(inputs))
+    wanted = np.asarray(certificates.read_settings().indices(inputs))
     if np.array_equal(have, wanted):
         return
     missing, more = np.setdiff1d(wanted, have), np.setdiff1d(have, wanted)
@@ -83,17 +76,6 @@ def check_complete(certificates: CertificateTable) -> None:
         f"{certificates.path}: damaged: must have one row for each input that its settings choose, "
         f"{' and '.join(said)} (input {first}); certify again"
     )
-
-
-def _read_choice(given: dict[str, Any], path: Path) -> tuple[int, int, int | None]:
-    """Return the first input, the step and the most inputs that settings choose."""
-    start, every, most = given.get("start", 0), given.get("every", 1), given.get("max_inputs")
-    numbers = (start, every, 1 if most is None else most)
-    if not all(type(number) is int and number <= MAX_COUNT for number in numbers) or not (
-        start >= 0 and min(numbers[1:]) >= 1
-    ):
-        raise UserError(f"{path}: damaged: start, every and max_inputs must choose inputs")
-    return start, every, most
 
 
 def from_arrow(table: pa.Table, path: Path = Path("certificates/-")) -> CertificateTable:

@@ -409,7 +409,7 @@ def _audit_membership(asked: _Asked, keys: MembershipKeys) -> None:
     from dpdist.audits.membership import Membership
     from dpdist.audits.membership_findings import ATTACKS
 
-    chosen = [ATTACKS[name]() for name in dict.fromkeys(keys.attacks)]
+    chosen = [ATTACKS[name] for name in dict.fromkeys(keys.attacks)]
     averaged = tuple(sorted(set(keys.passes)))
     banks: list[tuple[Membership, list[MembershipAttack]]] = []
     if quarters := [one for one in chosen if one.needs_quarters_game]:

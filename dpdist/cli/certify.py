@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from dpdist.certification.table import CertificateTable
     from dpdist.release.answers import TextAnswerer
     from dpdist.release.bundle import Release
+    from dpdist.release.description import ReleasedPictures
     from dpdist.runs.folder import RunFolder
     from dpdist.training.ensembles import QueryOracle
 
@@ -534,52 +535,38 @@ class _SavedModel:
     targets: str
     tokens: bool
     load_model: Callable[[], nn.Module]
-    fit: Callable[[Any], Any] = lambda pixels: pixels
-    bounded: bool = True  # numbers of images lie in [0, 1]
-    columns: Any = None  # names of the features of a table
+    pictures: ReleasedPictures | None  # how pictures are brought to the input; None: they are not
+    bounded: bool  # numbers of images lie in [0, 1]
+    columns: Any  # names of the features of a table
 
 
 def _saved_release(release: Release) -> _SavedModel:
     about = release.description
     release.require_single_input()
-    if about.pictures is not None:
-        console.log(about.pictures.describe(release.spec.input_shape))
     return _SavedModel(
         release.path, about.certificate, about.classes, about.data.targets, about.tokens,
-        lambda: release.model,
-        release.fit_picture, not about.raw_inputs, about.data.columns,
+        lambda: release.model, about.pictures, not about.raw_inputs, about.data.columns,
     )  # fmt: skip
 
 
 def _saved_run(folder: RunFolder, recipe: Any) -> _SavedModel:
     from dpdist import models
+    from dpdist.core.files import read_json
     from dpdist.evaluation import load_model  # only now: what is refused needs no data
     from dpdist.release.bundle import refuse_fields
+    from dpdist.release.description import ReleasedPictures
 
     if recipe.by_script is not None:  # no recipe's model reads several inputs
         refuse_fields(models.read_spec(folder.model_folder), folder.model_folder)
-    data = recipe.data
+    data, pictures = recipe.data, None
+    if recipe.method.capabilities.picture_preparation:  # of a model from elsewhere
+        imported = read_json(folder.imported, {"data": dict})["data"]
+        pictures = ReleasedPictures(resize=imported["resize"])
     return _SavedModel(
         folder.model_folder, recipe.certify, tuple(data.class_names), data.targets,
         data.text is not None, lambda: load_model(recipe, folder),
-        _picture_fit(folder, recipe), recipe.by_script is None, data.columns,
+        pictures, recipe.by_script is None, data.columns,
     )  # fmt: skip
-
-
-def _picture_fit(folder: RunFolder, recipe: Any) -> Callable[[Any], Any]:
-    """Return how pictures are brought to the input of a model from elsewhere, as its test inputs
-    were; of other runs, and where nothing was done, they stay as they are."""
-    prepared = recipe.method.capabilities.picture_preparation
-    if not prepared:
-        return lambda pixels: pixels
-    from dpdist import models
-    from dpdist.core.files import read_json
-    from dpdist.release.description import ReleasedPictures
-
-    size = models.read_spec(folder.model_folder).input_shape
-    pictures = ReleasedPictures(resize=read_json(folder.imported, {"data": dict})["data"]["resize"])
-    console.log(f"pictures: {prepared}, as the test inputs of the run")
-    return lambda pixels: pictures.fit(pixels, size)
 
 
 def _predict_smoothed(
@@ -707,11 +694,13 @@ def _read_inputs(
             "pictures: numbers of 8 bits are divided by 255; how the script scaled its inputs is "
             "not known here"
         )
+    if saved.pictures is not None:
+        console.log(f"{saved.pictures.describe(shape)}, as the test inputs were")
     found = []
     for file in files:
         values = _read_rows(saved, file) if file.suffix.lower() in _TABLES else None
         try:
-            rows = [(str(file), _read_array(saved, file))] if values is None else values
+            rows = [(str(file), _read_array(saved, file, shape))] if values is None else values
             found += [(n, to_model_input(x, shape, bounded=saved.bounded)) for n, x in rows]
         except ValueError as error:
             raise UserError(f"{file}: {error_text(error)}") from error
@@ -731,7 +720,7 @@ def _read_rows(saved: _SavedModel, file: Path) -> list[tuple[str, Any]]:
     return [(f"{file}:{number}", row) for number, row in enumerate(read_features(file, columns))]
 
 
-def _read_array(saved: _SavedModel, file: Path) -> Any:
+def _read_array(saved: _SavedModel, file: Path, shape: tuple[int, ...]) -> Any:
     """Return the values of an array's file, or of a picture."""
     import numpy as np
 
@@ -740,7 +729,8 @@ def _read_array(saved: _SavedModel, file: Path) -> Any:
 
     try:
         if file.suffix != ".npy":
-            return saved.fit(decode_picture(read_bytes(file, MAX_JSON_BYTES)))
+            pixels = decode_picture(read_bytes(file, MAX_JSON_BYTES))
+            return pixels if saved.pictures is None else saved.pictures.fit(pixels, shape)
         values = np.load(file, mmap_mode="r", allow_pickle=False)  # its size was not checked
     except UserError:
         raise

@@ -112,7 +112,9 @@ def submit(
     if not by_name and not path.resolve().is_relative_to(here):
         raise UserError(f"{recipe}: must lie in the current directory, which is sent: {here}")
     file = recipe if by_name else str(path.resolve().relative_to(here))
-    command = _job_words(file, runs, changes or ())
+    command = ["dpdist", "run", file, *([] if runs is None else ["--runs", runs])]
+    for change in changes or ():
+        command += ["--set", change]
     if by_name and send:
         raise UserError(f"--send: must be left out with {recipe}, of which nothing is sent")
     jobs = JobClient()
@@ -131,14 +133,6 @@ def submit(
         _follow_and_fetch(jobs, job)
     else:
         console.log(f"follow it: dpdist cluster status {job} --follow")
-
-
-def _job_words(recipe: str, runs: str | None, changes: Sequence[str]) -> list[str]:
-    """Return the words of the job: what was given here is given there."""
-    command = ["dpdist", "run", recipe, *([] if runs is None else ["--runs", runs])]
-    for change in changes:
-        command += ["--set", change]
-    return command
 
 
 def _pack_working_directory(recipe: Recipe, send: Sequence[Path], target: Path) -> None:

@@ -103,20 +103,18 @@ def main() -> None:
             print(f"dpdist: {line}", file=sys.stderr)
         sys.exit(ExitCode.USER_ERROR)
     except OSError as error:
-        if is_disk_full(error) and error.filename is None:
-            print(
-                f"dpdist: {error.strerror} (where the run lies, or the temporary files); make "
-                "room, or raise the limit (ulimit -f), and the same command continues",
-                file=sys.stderr,
+        if error.filename is not None:
+            said = f"{error.filename}: {error.strerror}"
+        elif is_disk_full(error):
+            said = (
+                f"{error.strerror} (where the run lies, or the temporary files); make room, or "
+                "raise the limit (ulimit -f), and the same command continues"
             )
-            sys.exit(ExitCode.USER_ERROR)
-        # a library's, with the file in its words
-        if error.filename is None and is_permission_or_limit_error(error):
-            print(f"dpdist: {error_text(error)}", file=sys.stderr)
-            sys.exit(ExitCode.USER_ERROR)
-        if error.filename is None:  # not a file of the user's
+        elif is_permission_or_limit_error(error):  # a library's, with the file in its words
+            said = error_text(error)
+        else:  # not a file of the user's
             raise
-        print(f"dpdist: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"dpdist: {said}", file=sys.stderr)
         sys.exit(ExitCode.USER_ERROR)
     except Interrupted as error:
         print(f"dpdist: {error}", file=sys.stderr)

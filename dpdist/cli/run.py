@@ -60,14 +60,9 @@ def run_command(
     records. With --until train it trains and measures accuracy, without a search, certificates or
     a report.
     """
-    from dpdist.core import console
     from dpdist.runs.recipe import parse_changes, resolve_recipe
 
-    resolved = resolve_recipe(
-        recipe,
-        changes=parse_changes(changes),
-        name=name,
-    )
+    resolved = resolve_recipe(recipe, changes=parse_changes(changes), name=name)
     from dpdist import pipeline
 
     if dry_run:
@@ -205,10 +200,16 @@ def _print_search_costs(
     from dpdist.tuning import preview
     from dpdist.tuning.space import check_space
 
-    _require_tune(recipe, context)
+    if recipe.tune is None:
+        raise UserError(
+            f"{context}: tune: is required: the fields to search (space) and the distribution of "
+            "the number of trials; docs/how-to/tuning.md shows one"
+        )
     check_space(recipe, context)
     sizes = preview.sizes_without_data(recipe, records, context)
-    means = preview.default_means(recipe) if trials is None else _parse_means(trials)
+    means = preview.default_means(recipe)
+    if trials is not None:
+        means = tuple(int(n) for n in parse_numbers(trials, "--trials", TrialCount) or ())
     noise, _ = preview.untuned_run(recipe, sizes, context)
     rows = [
         preview.distribution_cost(recipe, distribution, own, sizes, noise, context)
@@ -218,20 +219,6 @@ def _print_search_costs(
         console.print_json([row.to_dict() for row in rows])
         return
     _print_cost_table(recipe, sizes.training_records(recipe.data.fraction), noise, rows)
-
-
-def _require_tune(recipe: Recipe, context: str) -> None:
-    """Raise UserError when it has no tune section."""
-    if recipe.tune is None:
-        raise UserError(
-            f"{context}: tune: is required: the fields to search (space) and the distribution of "
-            "the number "
-            "of trials; docs/how-to/tuning.md shows one"
-        )
-
-
-def _parse_means(text: str) -> tuple[int, ...]:
-    return tuple(int(mean) for mean in parse_numbers(text, "--trials", TrialCount) or ())
 
 
 def _print_cost_table(recipe: Recipe, records: int, noise: float, rows: list[Any]) -> None:
@@ -258,15 +245,13 @@ def _print_cost_table(recipe: Recipe, records: int, noise: float, rows: list[Any
             " / ".join(map(str, row.quantiles)),
         ]
         cells.append(line)
-    widths = [max(len(line[i]) for line in [header, *cells]) for i in range(len(header))]
     typer.echo(
         f"training on about {records:,} {recipe.counted}; one untuned run: noise multiplier "
         f"{noise:.4g}"
         + ("" if target is None else f", epsilon {target:g}")
         + f" at delta {recipe.privacy.delta:g}"
     )
-    for line in [header, *cells]:
-        typer.echo("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip())
+    typer.echo(console.format_columns(header, cells))
     typer.echo(
         "* the recipe's distribution. K stays secret (except fixed): a cheap distribution often "
         "runs a single trial, "

@@ -110,29 +110,10 @@ class Poisoning(Section, Evaluation):
         Raises UserError for a recipe whose models cannot be trained one by one.
         """
         from dpdist.runs.recipe import make_plan, refuse_answers, training_only, without_privacy
-        from dpdist.training.ensembles import plan_of_shard
+        from dpdist.training.ensembles import plan_of_shard, refuse_ensemble
 
         recipe = self.data_recipe(recipe)
-        withheld = recipe.method.capabilities.not_releasable_reason
-        for wrong, why in (
-            (recipe.tune is not None, "a private search is no single training"),
-            (
-                recipe.canary_audit is not None,
-                "audit.kind: canaries plants records in this training",
-            ),
-            (
-                recipe.user_unit is not None,
-                "privacy.unit: user bounds users, and poisoned records are counted singly",
-            ),
-            (
-                bool(recipe.data.class_sampling),
-                "data.class_sampling: class counts are of all records, and each model has a part "
-                "of them",
-            ),
-            (withheld is not None, withheld),
-        ):
-            if wrong:
-                raise UserError(f"{recipe.name}: nothing to vote: {why}")
+        refuse_ensemble(recipe, "nothing to vote")
         if self.bag is not None and self.bag > records:
             raise UserError(f"--set bag: {recipe.name} has {records:,} records, got {self.bag}")
         if self.partitions or self.bag is not None:

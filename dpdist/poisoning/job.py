@@ -5,7 +5,6 @@ A worker trains one model by the recipe's own loop and asks it for its votes.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +20,19 @@ from dpdist import models
 from dpdist.certification.inference import use_single_thread
 from dpdist.certification.worker import KeyedGenerator
 from dpdist.cluster import job_folder
-from dpdist.cluster.resumable_job import JobSpec, Row, WorkItems
-from dpdist.core.files import make_private_folder
+from dpdist.cluster.resumable_job import Row, WorkItems
 from dpdist.poisoning.certificates import COLUMNS, FILE, KEY, NONE, SCHEMA, TABLE, draw_subset
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import ESTIMATE, StreamKeys, derive_key
 from dpdist.randomness.noise_location import find_noise_location
 from dpdist.runs.recipe import Recipe
-from dpdist.training.ensembles import TrainingItems, plan_of_shard, shards_by_hash, train_in_process
+from dpdist.training.ensembles import (
+    EnsembleJob,
+    TrainingItems,
+    plan_of_shard,
+    shards_by_hash,
+    train_in_process,
+)
 from dpdist.training.loop import TrainingDiverged
 from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
@@ -127,17 +131,12 @@ class Voter:
 # --- the bulk job -----------------------------------------------------------------------------
 
 
-class VotingJob(JobSpec):
+class VotingJob(EnsembleJob):
     """The votes on one recipe. pinned: see `dpdist.poisoning.evaluation`."""
 
     kind = job_folder.JobKind("set of votes", "training voters", is_seed_secret=True)
-    table_file, metadata_key, schema, columns, sort_columns = (
-        TABLE,
-        KEY,
-        SCHEMA,
-        COLUMNS,
-        ("model", "index"),
-    )
+    table_file, metadata_key, schema, columns = TABLE, KEY, SCHEMA, COLUMNS
+    sort_columns = ("model", "index")
 
     def __init__(
         self,
@@ -146,31 +145,24 @@ class VotingJob(JobSpec):
         build_setup: Callable[[str], VoterSetup],
         labels: np.ndarray,
     ) -> None:
-        """build_setup: what workers share, given the seed."""
-        self._wanted, self.seed, self._share = pinned, seed, build_setup
+        super().__init__(pinned, seed, build_setup)
         self._labels = labels
 
-    def identity(self) -> dict[str, Any]:
-        return self._wanted
-
     def initial_record(self, output: Path) -> dict[str, Any]:
-        make_private_folder(output)  # wherever it was asked for
-        indices = np.arange(*self._wanted["settings"]["inputs"])
+        indices = np.arange(*self.pinned["settings"]["inputs"])
         labels = job_folder.label_digest(indices, self._labels)
-        return {"seed": self.seed or secrets.token_hex(32), job_folder.LABEL_DIGEST_KEY: labels}
+        return super().initial_record(output) | {job_folder.LABEL_DIGEST_KEY: labels}
 
     def work_items(self, job_record: dict[str, Any], output: Path) -> WorkItems:
-        return _VoterWorkItems(self._share(job_record["seed"]), output / "models", self._labels)
+        shared = self.build_setup(job_record["seed"])
+        return _VoterWorkItems(shared, output / "models", self._labels)
 
 
 class _VoterWorkItems(TrainingItems):
     checked_file = FILE
 
     def __init__(self, shared: VoterSetup, folder: Path, labels: np.ndarray) -> None:
-
-        plan = shared.plan
-        examples = plan.steps * plan.step(0).expected_batch if plan.steps else 0.0
-        super().__init__(shared.models, Voter, shared, folder, examples)
+        super().__init__(shared.models, Voter, shared, folder, shared.plan)
         self._indices, self._labels = list(shared.indices), labels
 
     def read_result(self, raw: bytes, folder: Path) -> dict[str, Any]:

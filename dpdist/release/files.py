@@ -15,7 +15,6 @@ import os
 import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dpdist.core.errors import UserError
 from dpdist.core.files import (
@@ -29,10 +28,6 @@ from dpdist.privacy.card import (
     PRIVACY_CARD,
     PRIVACY_CARD_TEXT,
 )
-
-if TYPE_CHECKING:
-    pass
-
 
 DESCRIPTION, MODEL_CARD = "release.json", "README.md"
 WEIGHTS, ARCHITECTURE = "model.safetensors", "model.json"

@@ -11,10 +11,11 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import pyarrow as pa
+from pydantic import Field, FiniteFloat
 
 from dpdist.certification import table_reader
 from dpdist.certification.certificate import ClassifierRecord
@@ -52,6 +53,9 @@ class TableRecord(FileShape):
         inputs: Number of inputs of the data set.
         settings: Settings of the certificate.
         classifier: The classifier that was executed.
+        input_shape: Sizes of one input.
+        input_range: Least and largest number in the inputs.
+        clean_wrong: Positions of inputs that are answered incorrectly without smoothing noise.
     """
 
     format: int
@@ -62,6 +66,9 @@ class TableRecord(FileShape):
     inputs: int
     settings: Keys
     classifier: ClassifierRecord
+    input_shape: list[int]
+    input_range: Annotated[list[FiniteFloat], Field(min_length=2, max_length=2)]
+    clean_wrong: Annotated[str, Field(pattern=r"^[0-9 ]*$")]
 
 
 def read_table(path: Path) -> CertificateTable:

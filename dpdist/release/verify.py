@@ -1,8 +1,4 @@
-"""Verify a release: its files, its signature, its model, and the statements of its cards.
-
-`UNVERIFIABLE_FIELDS` lists the statements that this cannot verify; a signature tells whose word
-they are.
-"""
+"""Verify a release: its files, its signature, its model, and the statements of its cards."""
 
 from __future__ import annotations
 
@@ -37,68 +33,11 @@ from dpdist.release.files import (
     SIGNATURE,
     ReleaseError,
     list_table_names,
-    table_name,
 )
 from dpdist.release.model_card import model_card
 from dpdist.release.tables import check_table, read_table, redraw_counts
 
-_REASON_SUGGESTION = "a suggestion: the reader chooses how to certify"
-_REASON_COUNTS = "until --redraw counts inputs again"
-_REASON_MEASURED = "measured of the inputs, which no file of a release holds"
-_REASON_RADII = "which radii are shown, each computed from the counts"
-_REASON_TEST_DATA = "where the reader finds test data: --redraw loads them and compares"
-_REASON_OTHER_RUNS = "of other runs and of faults, which the publisher's ledger holds"
-_REASON_FREE_TEXT = "texts and assumptions that no phase implies"
-UNVERIFIABLE_FIELDS: dict[str, dict[str, str]] = {
-    DESCRIPTION: {
-        **dict.fromkeys(
-            (
-                "certificate", "certificate.alpha", "certificate.n", "certificate.n0",
-                "certificate.radii", "certificate.radii.*",
-                "certificate.sigma",
-            ),
-            _REASON_SUGGESTION,
-        ),
-        **dict.fromkeys(
-            ("data.columns.user", "data.columns.image", "data.columns.label", "data.test"),
-            _REASON_TEST_DATA
-        ),
-        "license": "a decision",
-        "name": "a name",
-        **dict.fromkeys(
-            ("tested", "tested.accuracy", "tested.data"),
-            "clean accuracy, which no file holds the answers of",
-        ),
-    },
-    PRIVACY_CARD: {
-        **dict.fromkeys(("assumptions", "extra.model", "notes", "notes.*", "unit"),
-            _REASON_FREE_TEXT),
-        **dict.fromkeys(("plan", "reexecuted_releases"), _REASON_OTHER_RUNS),
-    },
-    "model.json": {},
-    table_name(1): {
-        **dict.fromkeys(
-            (
-                "about.classifier.batch", "about.classifier.check", "about.data", "about.inputs",
-                "about.seed", "about.settings.batch", "histogram",
-                "label",
-            ),
-            _REASON_COUNTS,
-        ),
-        **dict.fromkeys(("about.settings.radii", "about.settings.radii.*"), _REASON_RADII),
-        **dict.fromkeys(
-            ("about.clean_wrong", "about.input_range", "about.input_range.*", "about.input_shape",
-             "about.input_shape.*"),
-            _REASON_MEASURED,
-        ),
-        **dict.fromkeys(
-            ("about.classifier.machine", "about.classifier.torch_version"), "where it was counted"
-        ),
-    },
-}  # fmt: skip
-"""By file: fields of which a single edit passes (pages and sums made again), and why."""
-
-
+# What no check of a release can tell; a signature tells whose word it is.
 _UNVERIFIABLE_SUMMARY = "how the model was trained, clean accuracy, names, notes, license"
 
 

@@ -87,8 +87,9 @@ def chart(lines: Sequence[Line], x: Axis, y: Axis, *, description: str, title: s
     figure.legend(frameon=False, fontsize=8, loc="outside lower center")
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         drawn = render_figure(figure, "svg").decode()
-    drawn = re.sub(r'<g id="[^"]+"', "<g", drawn[drawn.index("<svg ") + len("<svg ") :])
-    # A page has several: no id of a group is there twice.
+    drawn = drawn[drawn.index("<svg ") + len("<svg ") :]
+    drawn = re.sub(r" *<metadata>.*</metadata>\n", "", drawn, flags=re.DOTALL)
+    drawn = re.sub(r'<g id="[^"]+"', "<g", drawn)  # a page has several: no id is there twice
     return f'<svg class="chart" role="img" aria-label="{escape(f"{title}. {description}")}" {drawn}'
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from dpdist.core.console import format_exact
 from dpdist.core.errors import UserError
@@ -31,21 +32,16 @@ _PUBLISHABLE_NAME = re.compile(
 )
 
 
-class TrackerBackend(Protocol):
-    """The part of a tracking library that is used."""
-
-    def log_scalar(self, name: str, value: float, step: int) -> None:
-        """Write one figure."""
-
-    def close(self) -> None:
-        """Everything was written."""
+Write = Callable[[str, float, int], Any]  # name, value, step
+Close = Callable[[], Any]
 
 
+@dataclass(frozen=True)
 class Tracker:
-    """The one way to a backend."""
+    """The one way to a tracking library: what writes a figure there, and what ends it."""
 
-    def __init__(self, backend: TrackerBackend) -> None:
-        self._backend = backend
+    write: Write
+    close: Close
 
     def log(self, name: str, value: float, step: int) -> None:
         """Write a figure. Raises UserError for one that may not be published. One that is not
@@ -58,13 +54,13 @@ class Tracker:
                 see="how-to/own-data.md#for-other-programs",
             )
         if math.isfinite(value):
-            self._backend.log_scalar(name, float(value), int(step))
+            self.write(name, float(value), int(step))
 
     def log_run(self, facts: RunResults) -> None:
         """Everything of a finished run that may be published."""
         for name, value, step in iter_metrics(facts):
             self.log(name, value, step)
-        self._backend.close()
+        self.close()
 
 
 def iter_metrics(facts: RunResults) -> Iterator[tuple[str, float, int]]:
@@ -91,63 +87,41 @@ def iter_metrics(facts: RunResults) -> Iterator[tuple[str, float, int]]:
             yield f"certified/{table.name}/radius_{format_exact(radius)}", accuracy, steps
 
 
-class TensorBoardBackend:
+def _tensorboard(module: Any, location: str, run: str) -> tuple[Write, Close]:
     """Event files in the folder PLACE/RUN."""
-
-    def __init__(self, module: Any, location: str, run: str) -> None:
-        self._writer = module.SummaryWriter(f"{location}/{run}")
-
-    def log_scalar(self, name: str, value: float, step: int) -> None:
-        self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
+    writer = module.SummaryWriter(f"{location}/{run}")
+    return writer.add_scalar, writer.close
 
 
-class MLflowBackend:
+def _mlflow(module: Any, location: str, run: str) -> tuple[Write, Close]:
     """A run of that name on the tracking server, or in the folder, PLACE."""
-
-    def __init__(self, module: Any, location: str, run: str) -> None:
-        self._module = module
-        module.set_tracking_uri(location)
-        module.start_run(run_name=run)
-
-    def log_scalar(self, name: str, value: float, step: int) -> None:
-        self._module.log_metric(name, value, step=step)
-
-    def close(self) -> None:
-        self._module.end_run()
+    module.set_tracking_uri(location)
+    module.start_run(run_name=run)
+    return lambda name, value, step: module.log_metric(name, value, step=step), module.end_run
 
 
-class WandbBackend:
+def _wandb(module: Any, location: str, run: str) -> tuple[Write, Close]:
     """A run of that name in the project PLACE, or ENTITY/PROJECT, of Weights & Biases.
 
     WANDB_MODE=offline keeps it on this machine. What the library would send by itself (command
     line, console, code, machine and its load) is no published figure, and is turned off.
     """
-
-    def __init__(self, module: Any, location: str, run: str) -> None:
-        entity, _, project = location.rpartition("/")
-        closed = module.Settings(
-            console="off", save_code=False, disable_code=True, disable_git=True,
-            disable_job_creation=True, x_disable_meta=True, x_disable_stats=True,
-            x_disable_machine_info=True, x_save_requirements=False, program="dpdist", host="",
-            silent=True,
-        )  # fmt: skip
-        self._run = module.init(project=project, entity=entity or None, name=run, settings=closed)
-
-    def log_scalar(self, name: str, value: float, step: int) -> None:
-        self._run.log({name: value}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    entity, _, project = location.rpartition("/")
+    closed = module.Settings(
+        console="off", save_code=False, disable_code=True, disable_git=True,
+        disable_job_creation=True, x_disable_meta=True, x_disable_stats=True,
+        x_disable_machine_info=True, x_save_requirements=False, program="dpdist", host="",
+        silent=True,
+    )  # fmt: skip
+    own = module.init(project=project, entity=entity or None, name=run, settings=closed)
+    return lambda name, value, step: own.log({name: value}, step=step), own.finish
 
 
 # Kind, which is the name of the extra too -> its library, and what writes with it.
-BACKENDS: Mapping[str, tuple[str, Callable[[Any, str, str], TrackerBackend]]] = {
-    "tensorboard": ("tensorboardX", TensorBoardBackend),
-    "mlflow": ("mlflow", MLflowBackend),
-    "wandb": ("wandb", WandbBackend),
+BACKENDS: Mapping[str, tuple[str, Callable[[Any, str, str], tuple[Write, Close]]]] = {
+    "tensorboard": ("tensorboardX", _tensorboard),
+    "mlflow": ("mlflow", _mlflow),
+    "wandb": ("wandb", _wandb),
 }
 
 
@@ -165,7 +139,7 @@ def check_tracker_address(address: str) -> Any:
 def open_tracker(address: str, run: str) -> Tracker:
     """Return the writer of a run's figures at the address. Raises as `check_tracker_address`."""
     library, (kind, _, place) = check_tracker_address(address), address.partition(":")
-    return Tracker(BACKENDS[kind][1](library, place, run))
+    return Tracker(*BACKENDS[kind][1](library, place, run))
 
 
 def check_script_tracker(tracker: str, folder: RunFolder) -> str:

@@ -13,6 +13,7 @@ and votes that are released once, before the steps.
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -73,7 +74,7 @@ class TrainingItems(WorkItems):
     they are kept in a folder of that number, the digest of the one named `checked_file` in the
     journal.
 
-    examples: about how many one training takes.
+    plan: of one training, about.
     """
 
     checked_file: ClassVar[str]
@@ -84,9 +85,10 @@ class TrainingItems(WorkItems):
         worker: Callable[[Any], Callable[[Any], Any]],
         shared: Any,
         folder: Path,
-        examples: float,
+        plan: PrivacyPlan,
     ) -> None:
         numbers: dict[Item, int] = {f"model {n}": n for n in range(count)}
+        examples = plan.steps * plan.step(0).expected_batch if plan.steps else 0.0
         super().__init__(
             numbers,
             worker,
@@ -125,6 +127,41 @@ class TrainingItems(WorkItems):
 
     def _item_folder(self, name: Item) -> Path:
         return item_folder(self._folder, self._numbers[name])
+
+
+class EnsembleJob(JobSpec):
+    """Private trainings of one recipe, of which all follows from a secret seed."""
+
+    def __init__(
+        self, pinned: dict[str, Any], seed: str | None, build_setup: Callable[[str], Any]
+    ) -> None:
+        """pinned: the identity of the job. build_setup: what workers share, given the seed."""
+        self.pinned, self.seed, self.build_setup = pinned, seed, build_setup
+
+    def identity(self) -> dict[str, Any]:
+        return self.pinned
+
+    def initial_record(self, output: Path) -> dict[str, Any]:
+        make_private_folder(output)  # wherever it was asked for
+        return {"seed": self.seed or secrets.token_hex(32)}
+
+
+def refuse_ensemble(recipe: Recipe, what: str) -> None:
+    """Raise UserError for a recipe of which many models cannot be trained one by one, each on its
+    own records."""
+    withheld = recipe.method.capabilities.not_releasable_reason
+    for wrong, why in (
+        (recipe.tune is not None, "a private search is no single training; give the recipe.yaml "
+         "that a run of it wrote"),
+        (recipe.canary_audit is not None, "audit.kind: canaries plants records in this training"),
+        (recipe.user_unit is not None, "privacy.unit: user speaks of users, and single records are "
+         "told apart or counted here"),
+        (bool(recipe.data.class_sampling), "data.class_sampling: class counts are of all records, "
+         "and each model has a part of them"),
+        (withheld is not None, withheld),
+    ):  # fmt: skip
+        if wrong:
+            raise UserError(f"{recipe.name}: {what}: {why}")
 
 
 def item_folder(folder: Path, number: int) -> Path:
@@ -312,8 +349,7 @@ class TeacherJob(JobSpec):
         shared = TeacherSetup(recipe, self._count, bytes.fromhex(job_record["seed"]))
         records = len(self._job.records_without_canaries())
         _, plan = plan_of_shard(recipe, max(1, records // self._count))
-        examples = plan.steps * plan.step(0).expected_batch
-        return _TeacherItems(self._count, TeacherTrainer, shared, output / "models", examples)
+        return _TeacherItems(self._count, TeacherTrainer, shared, output / "models", plan)
 
 
 class TeacherEnsemble:

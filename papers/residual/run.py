@@ -53,7 +53,7 @@ from scipy.special import expit
 from dpdist import models
 from dpdist.audits.canaries import audit_canaries
 from dpdist.audits.membership import Membership
-from dpdist.audits.membership_findings import Lira, Shadow
+from dpdist.audits.membership_findings import ATTACKS
 from dpdist.audits.membership_statistics import GAMES, BankScores, Estimate, Game, Roc, log_odds
 from dpdist.audits.target import target_of_run
 from dpdist.audits.trainings import ShadowSetup, ShadowTrainer
@@ -265,11 +265,13 @@ def shadow(data: str, row: str, seed: int, given: argparse.Namespace, shadows: P
     line: dict[str, Any] = {"epsilon": format_epsilon(epsilon), "auc": {}, "train": {}, "test": {}}
     for each in passes:
         bank, several = bank_of([target, besides[seed]], each), bank_of([target, *besides], each)
-        roc = Roc.from_scores(Shadow().score(bank, 0, out, seed)[judged], bank.member[0][judged])
+        roc = Roc.from_scores(
+            ATTACKS["shadow"].score(bank, 0, out, seed)[judged], bank.member[0][judged]
+        )
         own = Roc.from_scores(bank.phi[0][judged], bank.member[0][judged])
         line["auc"][each] = roc.auc.value
         ratio = Roc.from_scores(
-            Lira().score(several, 0, judged, seed)[judged], bank.member[0][judged]
+            ATTACKS["lira"].score(several, 0, judged, seed)[judged], bank.member[0][judged]
         )
         line.setdefault("auc_lira", {})[each] = ratio.auc.value
         line.setdefault("auc_log_odds", {})[each] = own.auc.value

@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import norm
 
 from dpdist.audits import membership_statistics
-from dpdist.audits.membership_findings import ATTACKS, Shadow
+from dpdist.audits.membership_findings import ATTACKS, shadow_scores
 from dpdist.audits.membership_statistics import GAMES, BankScores, Coins, Halves, Quarters, Roc
 
 KEY = bytes(range(32))
@@ -72,7 +72,7 @@ def test_no_attack_looks_at_the_targets_members(bank: BankScores) -> None:
         if not attack.needs_quarters_game:
             for one in (bank.member, flipped):
                 copy = BankScores(one, bank.phi, bank.top, bank.population)
-                scored = attack().score(copy, 0, np.ones(300, bool), 1)
+                scored = attack.score(copy, 0, np.ones(300, bool), 1)
                 first = scored if one is bank.member else first  # noqa: F821
             assert np.array_equal(first, scored), attack.name
 
@@ -85,9 +85,9 @@ def test_the_shadow_network_learns_from_the_shadow_alone() -> None:
     top[member] = rng.dirichlet([30, 1, 1], int(member.sum()))
     bank = BankScores(member, np.zeros((2, 400)), -np.sort(-top, axis=2), np.zeros((2, 5)))
     judged = game.guessed_records(KEY, 0, 400)
-    found = Shadow().score(bank, 0, game.guessed_records(KEY, 1, 400), 1)
+    found = shadow_scores(bank, 0, game.guessed_records(KEY, 1, 400), 1)
     assert Roc.from_scores(found[judged], member[0][judged]).auc.value > 0.9
-    assert np.array_equal(found, Shadow().score(bank, 0, game.guessed_records(KEY, 1, 400), 1))
+    assert np.array_equal(found, shadow_scores(bank, 0, game.guessed_records(KEY, 1, 400), 1))
 
 
 # --- games

@@ -61,9 +61,8 @@ def test_sizes_scale_with_noise_and_sensitivity() -> None:
 
 def test_hgm_as_printed_overstates() -> None:
     confident = of(1 - 1e-6, 1e-7)
-    sound = score_bounds.heterogeneous_gaussian_size(confident, 1.0, 1.0)
-    assert sound == score_bounds.extended_gaussian_size(confident, 1.0, 1.0)
-    printed = score_bounds.heterogeneous_gaussian_size(confident, 1.0, 1.0, paper_faithful=True)
+    sound = score_bounds.extended_gaussian_size(confident, 1.0, 1.0)
+    printed = score_bounds.hgm_size_as_printed(confident, 1.0, 1.0)
     assert printed > 2 * sound
     # It exceeds what can be true of any classifier with these scores.
     assert printed > score_bounds.exact_gaussian_size(confident, 1.0, 1.0)

@@ -250,8 +250,9 @@ def test_a_description_that_its_radii_do_not_follow_from_is_refused(
     rows, about = table.to_pylist(), tables.read_job_record(table)
     assert max(row["radius"] for row in rows) > 0
     for change in ({"hidden": about["hidden"] * 1.001}, {"sensitivity": {"l2": 0.1}}):
-        tables.write(tables.build(rows, about | change), tmp_path / "t.parquet")
-        with pytest.raises(UserError, match="damaged: its radii do not follow"):
+        changed = tables.build(rows, about | change, table.schema.remove_metadata())
+        tables.write(changed, tmp_path / "t.parquet")
+        with pytest.raises(UserError, match="does not follow from its counts"):
             table_reader.read(tmp_path / "t.parquet")
 
 

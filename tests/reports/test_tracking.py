@@ -37,7 +37,7 @@ class Kept:
 def test_what_is_made_of_private_records_is_refused(name):
     kept = Kept()
     with pytest.raises(UserError, match="whatever else a training measures is private"):
-        Tracker(kept).log(name, 0.5, 1)
+        Tracker(kept.log_scalar, kept.close).log(name, 0.5, 1)
     assert kept.figures == []
 
 
@@ -51,7 +51,7 @@ def facts(golden, tmp_path_factory):
 @pytest.mark.slow
 def test_epsilon_rises_to_what_is_proved_and_scores_are_those_of_the_test_data(facts):
     kept = Kept()
-    Tracker(kept).log_run(facts)
+    Tracker(kept.log_scalar, kept.close).log_run(facts)
     epsilons = [(step, value) for name, value, step in kept.figures if name == "privacy/epsilon"]
     assert epsilons == sorted(epsilons) and kept.closed
     assert epsilons[-1] == (facts.plan.steps, facts.guarantee.epsilon)

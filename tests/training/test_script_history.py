@@ -152,17 +152,10 @@ def test_plots_draw_into_the_axes_that_they_get(tmp_path):
 def test_trackers_get_released_values_only(tmp_path, monkeypatch):
     told: list[tuple[str, float, int]] = []
 
-    class Backend:
-        def __init__(self, *_: Any) -> None:
-            pass
+    def opened(*_: Any) -> tuple[Any, Any]:
+        return lambda *figure: told.append(figure), lambda: told.append(("closed", 0.0, 0))
 
-        def log_scalar(self, name: str, value: float, step: int) -> None:
-            told.append((name, value, step))
-
-        def close(self) -> None:
-            told.append(("closed", 0.0, 0))
-
-    monkeypatch.setattr(tracking, "BACKENDS", {"wandb": ("json", Backend)})
+    monkeypatch.setattr(tracking, "BACKENDS", {"wandb": ("json", opened)})
     training = _training(tmp_path / "run", trackers=["wandb"])
     for _ in training:
         assert bool(told) == (not training.remaining_steps)
