@@ -88,6 +88,7 @@ from dpdist.training.script_checks import (
     check_units_apart,
     refuse_budget_of_features,
     scored_by_unit,
+    units_of,
 )
 from dpdist.training.script_state import keep_module_record
 from dpdist.tuning.manifest import (
@@ -284,7 +285,7 @@ def _check_function_search(
     recipe = _search_recipe(explorer, tune, asked, folder, resources)
     _refuse_common(function, recipe)
     continued = check_same_search(recipe, folder)
-    units = len(Users.from_values(_units_of(records), 1)) if recipe.user_unit else len(records)
+    units = len(Users.from_values(units_of(records), 1)) if recipe.user_unit else len(records)
     counts = RecordCounts(units, 0.0, lambda fraction: units)
     settings = settings_of_function(tune, explorer.recipe_of)
     cost = SearchCost(recipe, counts, tune.num_trials, "tune", settings)
@@ -318,10 +319,6 @@ def _refuse_common(function: TrainFunction, recipe: Recipe) -> None:
     else:
         scored_by_unit(recipe, records, single_records(scored))
     check_apart(scored, {"data": records})
-
-
-def _units_of(records: Records) -> list[Any]:
-    return [records.unit_id(index) for index in range(len(records))]
 
 
 def _assumed_of_score(function: TrainFunction) -> list[str]:
@@ -388,7 +385,7 @@ def _parse_score(
     records = as_records(score[given[0]])
     public = given == ["public"]
     if privacy.max_records_per_user is not None and not public:
-        users = Users.from_values(_units_of(records), privacy.max_records_per_user)
+        users = Users.from_values(units_of(records), privacy.max_records_per_user)
         records = UserRecords(records, users)
     told = FunctionScore(value=name, records=len(records), public=public)
     terms = {"function": told.model_dump(), "noise": score.get("noise")}

@@ -138,7 +138,11 @@ class OptunaSuggester:
         self._optuna_search = OptunaSearch(space, metric=METRIC, mode="max", seed=seed)
         self._suggested_ids: set[str] = set()
         for values, score in evaluated:
-            self._optuna_search.add_evaluated_point(self._encode_choices(values), score)
+            point = {
+                key: domain.choice.index(values[key]) if domain.choice is not None else values[key]
+                for key, domain in self._space.items()
+            }
+            self._optuna_search.add_evaluated_point(point, score)
 
     def suggest(self, trial_id: str) -> TrialValues:
         """Values of the searched fields for the next trial."""
@@ -155,9 +159,3 @@ class OptunaSuggester:
         if trial_id in self._suggested_ids:
             result = None if score is None else {METRIC: score}
             self._optuna_search.on_trial_complete(trial_id, result, error=score is None)
-
-    def _encode_choices(self, values: TrialValues) -> TrialValues:
-        return {
-            key: domain.choice.index(values[key]) if domain.choice is not None else values[key]
-            for key, domain in self._space.items()
-        }

@@ -443,11 +443,7 @@ class SearchCost:
         target = self._epsilon(self._search_phases(self._training_phases(self.noise_multiplier)))
         if math.isinf(target):
             return 0.0
-        return self._calibrate_noise(lambda s: self._search_phases(self._scoring_phases(s)), target)
-
-    def _scoring_phases(self, noise: float) -> tuple[Phase, ...]:
-        assert self.recipe.tune is not None
-        return self.recipe.tune.scoring_phases(noise)
+        return self._calibrate_noise(lambda s: self._search_phases(tune.scoring_phases(s)), target)
 
     @cached_property
     def plan(self) -> PrivacyPlan:
@@ -463,7 +459,8 @@ class SearchCost:
                 "both); score on public records (tune.score.public)",
                 see="explanation/tuning.md#what-is-counted",
             )
-        scoring = self._scoring_phases(self.score_noise)
+        assert self.recipe.tune is not None
+        scoring = self.recipe.tune.scoring_phases(self.score_noise)
         searched = combine_training_and_scoring(
             training, scoring, self.num_trials.secret_distribution, self.num_trials.runs
         )

@@ -352,9 +352,17 @@ def make_tune_pass(
 
         return asha_scheduler(section.asha, metric=METRIC, mode="max")
 
+    def run(number: int, report: ReportMetrics) -> None:
+        run_trial(
+            path, packages, number,
+            lambda rung, value: report({"score": value, "reached": factor ** (rung - 1)}),
+            continue_trial,
+        )  # fmt: skip
+
+    path, packages = folder.run.path, package_fingerprints(PACKAGES)
     factor = section.asha.reduction_factor if section.asha else 1
     return TrialPass(
-        _make_trial_runner(folder.run.path, factor, continue_trial),
+        run,
         len(trials),
         make_searcher,
         make_scheduler if section.asha else None,
@@ -377,18 +385,3 @@ def _make_suggester(folder: SearchFolder, section: TuneRecipe) -> Any:
             known.append((values, state["scores"][-1]))
     seed = int.from_bytes(derive_key(trials[0].key, "optuna")[:4], "little")
     return OptunaSuggester(section, seed, known)
-
-
-def _make_trial_runner(
-    path: Path, factor: int, continue_trial: ContinueTrial
-) -> Callable[[int, ReportMetrics], None]:
-    packages = package_fingerprints(PACKAGES)
-
-    def run(number: int, report: ReportMetrics) -> None:
-        run_trial(
-            path, packages, number,
-            lambda rung, value: report({"score": value, "reached": factor ** (rung - 1)}),
-            continue_trial,
-        )  # fmt: skip
-
-    return run

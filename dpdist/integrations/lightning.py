@@ -62,8 +62,7 @@ def check_trainer(trainer: Any) -> None:
     if trainer.precision != "32-true":
         refuse(
             "trainer.precision", "be 32-true", trainer.precision,
-            "autocast and scalers are not used, since a scale that follows overflows would tell of "
-            "private records",
+            "a scale that follows overflows would tell of private records",
         )  # fmt: skip
 
 
@@ -87,8 +86,7 @@ def _check_module(module: Any) -> None:
     if not isinstance(module, pytorch.LightningModule):
         refuse(
             "module", "be a lightning.pytorch.LightningModule", type(module).__name__,
-            "of pytorch_lightning, import it from lightning.pytorch; a bare module goes into "
-            "dpdist.PrivateTraining",
+            "import it from there; a bare module goes into dpdist.PrivateTraining",
         )  # fmt: skip
     if not module.automatic_optimization:
         refuse(
@@ -346,8 +344,7 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
         if getattr(loader, "dataset", None) is not self._numbers:
             refuse(
                 "trainer.fit", "get no training data", type(loader).__name__,
-                "give the private records to PrivateModule(module, data), which draws each step's "
-                "sample itself",
+                "give the private records to PrivateModule(module, data)",
             )  # fmt: skip
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
@@ -396,8 +393,7 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
                 refuse(
                     "val_dataloaders", "be DataLoaders that make batches of single records",
                     f"a {type(each).__name__}" + " with batch_size=None" * hasattr(each, "sampler"),
-                    "private records could not be recognized within other batches; give one "
-                    "DataLoader, or a list of them, with a batch_size",
+                    "private records could not be recognized within other batches",
                 )  # fmt: skip
             if common := count_common(as_records(each, name="val_dataloaders"), self._records):
                 refuse(
@@ -432,6 +428,5 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
         """Refuse weights whose privacy cost the run's ledger does not know."""
         refuse(
             "ckpt_path", "be None", "a checkpoint",
-            "the run in folder continues from its own checkpoints, and the ledger does not know "
-            "what weights of another run cost",
+            "the run in folder continues from its own checkpoints",
         )  # fmt: skip

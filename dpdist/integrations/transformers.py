@@ -135,8 +135,7 @@ def _refused_arguments(args: Any) -> Iterator[UserError]:
     if args.world_size > 1 or args.n_gpu > 1:
         yield refusal(
             "args.world_size", "be 1, on one device", f"{args.world_size} on {args.n_gpu} devices",
-            "take dpdist.PrivateTraining for several workers, or show this process one GPU "
-            "(CUDA_VISIBLE_DEVICES)",
+            "take dpdist.PrivateTraining for several workers",
         )  # fmt: skip
     yield from _refused_checkpoints(args)
     for name in (each.name for each in dataclasses.fields(kind)):
@@ -808,8 +807,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         if resume_from_checkpoint not in (None, True, False):
             refuse(
                 "resume_from_checkpoint", "be left out", repr(resume_from_checkpoint),
-                "the run in args.output_dir continues from its own checkpoints, and weights of "
-                "another run have a privacy cost that its ledger does not know",
+                "the run in args.output_dir continues from its own checkpoints",
             )  # fmt: skip
         if trial is not None:
             refuse("trial", "be None", "a trial", _NOT_TAKEN["model_init"])

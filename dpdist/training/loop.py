@@ -173,19 +173,16 @@ class Loop:
         models.save(self.learner.model, spec, folder.model_folder)
         write_trained(self.learner.model, folder.model_folder)
         if whole:
+            rounding = {}
+            if self._examples is not None:
+                largest = self.step.shards.largest_shard
+                rounding = measured_rounding(self.step.engine, self._examples, self.plan, largest)
             made = {
                 "frozen_parameters": frozen,
                 "steps_taken": self.done if self.done < self.plan.steps else 0,
-                "rounding": self._rounding(),
+                "rounding": rounding,
             }
             told = {name: value for name, value in made.items() if value}
             self.monitor.finish(ledger, fallback_layers=self.step.engine.fallback_layers, **told)
         else:
             self.pause()
-
-    def _rounding(self) -> dict[str, Any]:
-        """Return what the card says of floating point."""
-        if self._examples is None:
-            return {}
-        largest = self.step.shards.largest_shard
-        return measured_rounding(self.step.engine, self._examples, self.plan, largest)

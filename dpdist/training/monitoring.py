@@ -273,11 +273,6 @@ def is_stop_requested(folder: RunFolder) -> bool:
 _INTERRUPTION_SHAPE = {"step": int, "saved": int}
 
 
-def write_interruption(folder: RunFolder, step: int, saved: int) -> None:
-    """Record that the workers ended after a checkpoint of so many steps, and what it saves."""
-    write_json(folder.interruption, {"step": step, "saved": saved})
-
-
 def take_interruption(folder: RunFolder, start: int) -> int:
     """Return how many steps need not be repeated since the last group of workers wrote a
     checkpoint before its end, and remove the record. start: the first step of the new group."""

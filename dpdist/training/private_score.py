@@ -40,7 +40,6 @@ from dpdist.gradients.hooks import Objective, OwnLoss, each_tensor, example_loss
 from dpdist.gradients.noise import add_noise
 from dpdist.privacy.calibration import score_noise_for
 from dpdist.privacy.ledger import Ledger, QueriesExhausted
-from dpdist.privacy.phases import GaussianScores
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import KEY_BYTES, derive_key
 from dpdist.runs.folder import RunFolder
@@ -117,7 +116,14 @@ def declare(
             f"score: every: must be <= the {plan.steps:,} steps of the plan, got {every:,}"
         )
     if noise is None:
-        least = _least_noise(recipe, plan, terms.scores(plan.steps))
+        # The least with which a held-out record pays no more than a training record.
+        target = recipe.privacy.epsilon or plan.guarantee().epsilon
+        if not (math.isfinite(target) and target > 0):
+            raise UserError(
+                "score.noise: must be given in a training that proves no epsilon, got None"
+            )
+        scores = terms.scores(plan.steps)
+        least = max(1e-2, score_noise_for(target, scores=scores, delta=plan.delta))
         return terms.model_copy(update={"noise": least})
     return terms
 
@@ -139,14 +145,6 @@ def value_name(value: Value | None, key: str = "score.value") -> str:
         )
     own = getattr(value, "__qualname__", type(value).__qualname__).replace("<locals>.", "")
     return f"{value.__module__}.{own}"
-
-
-def _least_noise(recipe: Recipe, plan: PrivacyPlan, scores: GaussianScores) -> float:
-    """Return the least noise with which a held-out record pays no more than a training record."""
-    target = recipe.privacy.epsilon or plan.guarantee().epsilon
-    if not (math.isfinite(target) and target > 0):
-        raise UserError("score.noise: must be given in a training that proves no epsilon, got None")
-    return max(1e-2, score_noise_for(target, scores=scores, delta=plan.delta))
 
 
 def with_score(recipe: Recipe, score: ScriptScore, own_value: bool) -> Recipe:

@@ -252,7 +252,7 @@ def describe_seen(
                 "it (`dpdist release`), whose card says how privately"
             )
         return None
-    card = _card(folder, context)
+    card = card_of_release(folder) or read_json(folder / _CARD, _CARD_TYPES)
     if card["extra"].get("model hash") != model:
         raise UserError(f"{context}: the model is not the one that {_CARD} speaks of")
     return _describe_released(card, private, context, compared)
@@ -311,16 +311,6 @@ def _describe_features(recipe: Recipe, context: str) -> dict[str, Any] | None:
 def card_of_release(folder: Path) -> dict[str, Any] | None:
     """Return the privacy card of a release, which must hold; None for another folder."""
     return load_release(folder).card if is_release(folder) else None
-
-
-def _card(folder: Path, context: str) -> dict[str, Any]:
-    """The privacy card beside a model; of a release, which must hold."""
-    if not is_release(folder):
-        return read_json(folder / _CARD, _CARD_TYPES)
-    try:
-        return load_release(folder).card
-    except UserError as error:
-        raise UserError(f"{context}: {error}") from None
 
 
 def was_compared(folder: Path, private: data.Dataset, context: str) -> bool:

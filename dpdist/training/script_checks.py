@@ -128,7 +128,7 @@ def leave_out_unused(model: nn.Module, loss: Any, examples: tuple[Any, Tensor]) 
 def check_users(recipe: Recipe, *given: Records) -> None:
     """Raise UserError where a unit has several records, for a guarantee of single records."""
     grouped = [each for each in given if type(each).unit_id is not Records.unit_id]
-    counts = Counter(unit_of(each, index) for each in grouped for index in range(len(each)))
+    counts = Counter(unit for each in grouped for unit in units_of(each))
     largest = max(counts.values(), default=0)
     if recipe.user_unit is None and largest > 1:
         rule = (
@@ -142,8 +142,8 @@ def by_unit(recipe: Recipe, records: Records, argument: str = "data") -> Records
     """Return the records, by user where a user is the unit. Raises UserError for no users."""
     if recipe.user_unit is None:
         return records
-    units = [unit_of(records, index) for index in range(len(records))]
-    if units == list(range(len(units))):
+    units = units_of(records)
+    if not _names_units(records):
         raise UserError(
             f"{argument}: must say whom each record belongs to with privacy unit: user, has each "
             "as its own unit: give dpdist.as_records(data, unit=...), or a class with unit_id",
@@ -161,15 +161,13 @@ def check_scored_users(recipe: Recipe, records: Records, private_eval_data: Reco
 
     Also where the training's records say whose they are, and the held-out ones do not.
     """
-    if not _names_units(records):
-        check_users(recipe, private_eval_data)
-    elif _names_units(private_eval_data):
-        check_users(recipe, records, private_eval_data)
-    else:
+    named = [each for each in (records, private_eval_data) if _names_units(each)]
+    if named == [records]:
         raise UserError(
             "score: held-out records must say whose they are, as those of data do; give them as "
             "dpdist.as_records(..., unit=...)"
         )
+    check_users(recipe, *named)
 
 
 def scored_by_unit(recipe: Recipe, records: Records, private_eval_data: Records) -> Records:
@@ -178,10 +176,7 @@ def scored_by_unit(recipe: Recipe, records: Records, private_eval_data: Records)
     The units of both must be of one kind, numbers or texts, or equal ones would be missed.
     """
     given = by_unit(recipe, private_eval_data, "score: held-out records")
-    units = [
-        {unit_of(each, index) for index in range(len(each))}
-        for each in map(single_records, (records, given))
-    ]
+    units = [set(units_of(single_records(each))) for each in (records, given)]
     if len({isinstance(unit, str) for both in units for unit in both}) > 1:
         raise UserError(
             "score: held-out records must have units of the same kind as data, got numbers and "
@@ -197,29 +192,31 @@ def scored_by_unit(recipe: Recipe, records: Records, private_eval_data: Records)
 
 def _names_units(records: Records) -> bool:
     """Return whether a record's unit is another than its position anywhere."""
-    return any(unit_of(records, index) != index for index in range(len(records)))
+    return units_of(records) != list(range(len(records)))
 
 
-def unit_of(records: Records, index: int) -> Hashable:
-    """Return whom a record belongs to; equal ones are the same unit, which tensors would not be."""
-    unit = records.unit_id(index)
-    unit = unit.item() if isinstance(unit, Tensor | np.generic) and unit.ndim == 0 else unit
-    if isinstance(unit, Tensor) or names_nobody(unit):
-        got = "an empty text" if isinstance(unit, str) else type(unit).__name__
-        raise UserError(
-            f"{records.name}: unit_id must return a number or a text for each record, got {got} at "
-            f"{index:,}; let it return int(...) or str(...), and drop records of nobody"
-        )
-    return unit
+def units_of(records: Records) -> list[Hashable]:
+    """Return whom records belong to; equal ones are the same unit, which tensors would not be."""
+    found = []
+    for index in range(len(records)):
+        unit = records.unit_id(index)
+        unit = unit.item() if isinstance(unit, Tensor | np.generic) and unit.ndim == 0 else unit
+        if isinstance(unit, Tensor) or names_nobody(unit):
+            got = "an empty text" if isinstance(unit, str) else type(unit).__name__
+            raise UserError(
+                f"{records.name}: unit_id must return a number or a text for each record, got "
+                f"{got} at {index:,}; let it return int(...) or str(...), and drop records of "
+                "nobody"
+            )
+        found.append(unit)
+    return found
 
 
 def check_units_apart(public: Records, private: Records) -> None:
     """Raise UserError where a public record belongs to a private unit, if any says so."""
-    said = [unit_of(public, index) for index in range(len(public))]
-    if said == list(range(len(said))):  # each its own: nothing was said
+    if not _names_units(public):
         return
-    units = {unit_of(private, index) for index in range(len(private))}
-    if common := len(units & set(said)):
+    if common := len(set(units_of(private)) & set(units_of(public))):
         raise UserError(
             f"eval_data: must share no unit with data, got {common:,} in common: scores on private "
             "users would be published"

@@ -410,7 +410,13 @@ def statistics(
         unit = UserUnit(_USER, settings.max_records_per_user)
         words = replace(unit, column=user).description
     count = len(values) if users is None else len(users)
-    _check_delta(settings, count)
+    counted_units = settings.nominal_records or count
+    if settings.delta >= 1 / counted_units and not settings.allow_large_delta:
+        raise UserError(  # a whole record may be published
+            f"{_CONTEXT}: privacy.delta: must be < 1 / {counted_units:,}, the number of records or "
+            f"users, got {settings.delta:g}",
+            see="explanation/privacy.md#cost-of-a-training-run",
+        )
     noise = settings.noise_multiplier
     if noise is None:
         assert settings.epsilon is not None
@@ -460,17 +466,6 @@ def _check(
     low, high = quantiles
     if not 0 <= low < high <= 1:
         raise UserError(f"{_CONTEXT}: quantiles: must be 0 <= LOW < HIGH <= 1, got {low}, {high}")
-
-
-def _check_delta(privacy: PrivacyRecipe, count: int) -> None:
-    """Raise UserError for a delta under which a whole record may be published."""
-    count = privacy.nominal_records or count
-    if privacy.delta >= 1 / count and not privacy.allow_large_delta:
-        raise UserError(
-            f"{_CONTEXT}: privacy.delta: must be < 1 / {count:,}, the number of records or users, "
-            f"got {privacy.delta:g}",
-            see="explanation/privacy.md#cost-of-a-training-run",
-        )
 
 
 def _read(

@@ -46,7 +46,7 @@ from dpdist.randomness.keys import derive_key, key_id, new_run_key
 from dpdist.runs.archive import Permit, read_permit
 from dpdist.runs.folder import RunFolder, verify_ledger
 from dpdist.runs.recipe import Recipe
-from dpdist.training import checkpoint, model_setup, monitoring
+from dpdist.training import checkpoint, model_setup
 from dpdist.training.canaries import build_canaries
 from dpdist.training.collectives import FlatOptimizer, MissingRank, Reducer, flat_views
 from dpdist.training.job import PACKAGES, RESTORE_HINT, TrainJob
@@ -421,7 +421,8 @@ def _take_step(loop: Loop, learner: RecipeLearner, watch: InterruptionWatch) -> 
     if end_now and not last:  # of which a restart repeats no step
         loop.pause()
         if loop.step.ledger is not None:
-            monitoring.write_interruption(loop.job.folder, loop.done, loop.done - kept)
+            saved = {"step": loop.done, "saved": loop.done - kept}  # steps that need no repetition
+            write_json(loop.job.folder.interruption, saved)
         return False
     return True
 

@@ -340,7 +340,7 @@ def test_a_budget_of_records_takes_no_search_of_users(root, tmp_path):
         asked(root, privacy={**unit, **budget})
     record = asked(root, privacy={"noise_multiplier": 1.0, "delta": 1e-3, **budget})
     changed = {**TUNE, "space": {"privacy.unit": {"choice": ["record", "user"]}}}
-    assert "privacy.unit: cannot be searched: the guarantee is stated for one unit" in refusal(
+    assert "privacy.unit: cannot be searched: it is a term of the guarantee" in refusal(
         record.model_copy(update={"tune": type(record.tune).model_validate(changed)}),
         tmp_path / "x",
     )
