@@ -52,17 +52,24 @@ LOSSES: dict[str, Losses] = {
     "mse": CriterionLoss(nn.MSELoss()).of_outputs,
     "huber": CriterionLoss(nn.HuberLoss()).of_outputs,
 }
+_FUNCTIONS = (
+    (functional.cross_entropy, "cross-entropy"),
+    (functional.binary_cross_entropy_with_logits, "bce"),
+    (functional.mse_loss, "mse"),
+    (functional.huber_loss, "huber"),
+)
 
 
-def objective_of(loss: str | nn.Module | Callable[[nn.Module, Any], Tensor]) -> Objective:
+def objective_of(loss: Any) -> Objective:
     """Return the objective that a gradient engine learns.
 
     Args:
         loss: a name of `LOSSES`; a criterion object, such as
-            `torch.nn.CrossEntropyLoss(label_smoothing=0.1)` (`dpdist.gradients.criterion`); or a
-            function of the module and a batch that runs the forward passes and returns one value
-            per record, shape (B,). The batch is `(inputs, targets)`, `(*inputs, targets)` where a
-            record has several inputs, or a dict of its fields.
+            `torch.nn.CrossEntropyLoss(label_smoothing=0.1)`, its class, or torch's function of one
+            of the names (`dpdist.gradients.criterion`); or a function of the module and a batch
+            that runs the forward passes and returns one value per record, shape (B,). The batch is
+            `(inputs, targets)`, `(*inputs, targets)` where a record has several inputs, or a dict
+            of its fields.
 
     Returns:
         An objective for `GradientEngine`, whose screening refuses a loss that returns a mean over
@@ -83,6 +90,11 @@ def objective_of(loss: str | nn.Module | Callable[[nn.Module, Any], Tensor]) -> 
                 f"torch.nn.L1Loss() or a function of module and batch, got {loss!r}"
             )
         return LOSSES[loss]
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        loss = loss()
+    for function, name in _FUNCTIONS:
+        if loss is function:
+            return LOSSES[name]
     if isinstance(loss, nn.Module):
         return OwnLoss(CriterionLoss(loss))
     if not callable(loss):

@@ -380,6 +380,26 @@ def test_a_criterion_takes_the_mean_over_a_records_own_tokens():
         loss(nn.Identity(), (draw(2, 4, 4), targets.clamp(0, 3)))
 
 
+@pytest.mark.parametrize(
+    ("given", "criterion"),
+    [
+        (nn.CrossEntropyLoss, nn.CrossEntropyLoss()),
+        (nn.L1Loss, nn.L1Loss()),
+        (functional.cross_entropy, nn.CrossEntropyLoss()),
+        (functional.mse_loss, nn.MSELoss()),
+    ],
+)
+def test_a_class_and_torchs_own_functions_are_their_criterion(given, criterion):
+    model, inputs = nn.Linear(3, 3), torch.randn(5, 3)
+    classes = "cross" in str(given).lower()
+    targets = torch.tensor([0, 1, 2, 1, 0]) if classes else torch.randn(5, 3)
+    values = []
+    for loss in (given, criterion):
+        engine = GradientEngine(model, objective_of(loss), clipping=FlatClipping(1.0))
+        values.append(engine.clipped_sum(inputs, targets).flat)
+    assert torch.allclose(*values, atol=1e-7) and values[0].any()
+
+
 def test_a_criterion_of_several_outputs_and_inputs():
     mean, spread, wanted = draw(B, 1), draw(B, 1).square() + 0.1, draw(B)
     loss = objective_of(nn.GaussianNLLLoss()).function
