@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -152,12 +152,9 @@ class Records(ABC):
         Returns:
             A str of 32 hex digits.
         """
-        mac = _mac(key)
-        for start in range(0, len(self), _CHUNK):
-            rows = np.arange(start, min(start + _CHUNK, len(self)))
-            for part in canonical((self.batch(rows), self.targets(rows))):
-                mac.update(part)
-        return finish_fingerprint(mac, self)
+        starts = range(0, len(self), _CHUNK)
+        rows = (np.arange(start, min(start + _CHUNK, len(self))) for start in starts)
+        return fingerprint_of(key, self, ((self.batch(some), self.targets(some)) for some in rows))
 
     def input_macs(self, key: bytes) -> Iterator[tuple[bytes, ...]]:
         """Yield MACs of each record's input, so that equal inputs of two data sets can be found.
@@ -400,19 +397,11 @@ def _mac(key: bytes) -> hashlib.blake2b:
     return hashlib.blake2b(key=key, digest_size=16, person=b"dpdist.records")
 
 
-def fingerprint_of(key: bytes, records: Records, items: Iterator[Any]) -> str:
-    """Return the keyed fingerprint of items that differ from those that `batch` returns."""
+def fingerprint_of(key: bytes, records: Records, items: Iterable[Any]) -> str:
+    """Return the keyed fingerprint of items that stand for records, and of whose these are."""
     mac = _mac(key)
-    for item in items:
+    for item in chain(items, map(records.unit_id, range(len(records)))):
         for part in canonical(item):
-            mac.update(part)
-    return finish_fingerprint(mac, records)
-
-
-def finish_fingerprint(mac: hashlib.blake2b, records: Records) -> str:
-    """Add how many records there are and whose they are."""
-    for index in range(len(records)):
-        for part in canonical(records.unit_id(index)):
             mac.update(part)
     mac.update(struct.pack("<q", len(records)))
     return mac.hexdigest()

@@ -64,8 +64,17 @@ def build_model(spec: ModelSpec) -> nn.Module:
         raise UserError(
             "model: a frozen denoiser and a frozen classifier: nothing is left to train"
         )
+    network: nn.Module
     if spec.classifier is not None:
-        network = _build_before_classifier(spec, spec.classifier)
+        if spec.mean or spec.std:
+            raise UserError(
+                "model.mean, model.std: a denoiser works on [0, 1]; normalization belongs to its "
+                "classifier"
+            )
+        behind = build_model(spec.classifier).requires_grad_(False)
+        denoiser = _build_network(spec)
+        check_denoiser(denoiser, spec)
+        network = _sequence(denoiser, behind)
     elif spec.denoiser is not None:
         before = build_model(spec.denoiser).requires_grad_(False)
         check_denoiser(before, spec.denoiser)
@@ -77,18 +86,6 @@ def build_model(spec: ModelSpec) -> nn.Module:
     if spec.block_noise is not None:
         attach_block_noise(network, spec.block_noise, [0.0] * len(spec.block_noise.modules), 0.0)
     return network
-
-
-def _build_before_classifier(spec: ModelSpec, classifier: ModelSpec) -> nn.Module:
-    if spec.mean or spec.std:
-        raise UserError(
-            "model.mean, model.std: a denoiser works on [0, 1]; normalization belongs to its "
-            "classifier"
-        )
-    behind = build_model(classifier)
-    denoiser = _build_network(spec)
-    check_denoiser(denoiser, spec)
-    return _sequence(denoiser, behind.requires_grad_(False))
 
 
 def _sequence(denoiser: nn.Module, classifier: nn.Module) -> nn.Sequential:
@@ -327,19 +324,14 @@ def load(folder: Path, *, trusted_factory: str | None = None) -> nn.Module:
     A model.json may come from somebody else, so a factory outside the zoo is imported only when the
     caller names that same factory (from the own recipe) as trusted. Raises UserError otherwise.
     """
-    module, spec = _load_with_spec(folder, trusted_factory)
+    network, spec = load_network(folder, trusted_factory=trusted_factory), read_spec(folder)
     if not spec.averages_views:
-        return module
-    return ViewAverage(module, spec.shifts, spec.denoised_shifts, spec.mirrored).eval()
+        return network
+    return ViewAverage(network, spec.shifts, spec.denoised_shifts, spec.mirrored).eval()
 
 
 def load_network(folder: Path, *, trusted_factory: str | None = None) -> nn.Module:
     """As `load`, without the average: what was trained, not what answers."""
-    return _load_with_spec(folder, trusted_factory)[0]
-
-
-def _load_with_spec(folder: Path, trusted_factory: str | None) -> tuple[nn.Module, ModelSpec]:
-    """The saved network in eval mode, and its description."""
     spec = read_spec(folder)
     check_trusted(spec, trusted_factory, folder)
     read_factory_code(folder).check(folder)
@@ -350,4 +342,4 @@ def _load_with_spec(folder: Path, trusted_factory: str | None) -> tuple[nn.Modul
     with limit:
         module = build_model(spec)
     load_weights(module, folder)
-    return module.eval(), spec
+    return module.eval()
