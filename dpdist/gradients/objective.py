@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
 from typing import Any

@@ -160,7 +160,7 @@ def test_the_command_asks_for_it(
     (tmp_path / "x.yaml").write_text(target.recipe.to_yaml())
     asked = ("audit", "x.yaml", "--kind", "many-runs", "--set")
     refused = command(monkeypatch, capsys, tmp_path, *asked, "audit.trainings=4")
-    assert refused.code == 2 and "audit.trainings: must be >= 8, got 4" in refused.err
+    assert refused.code == 2 and "audit: trainings: must be >= 8, got 4" in refused.err
     assert not (tmp_path / "runs").exists()
     done = command(monkeypatch, capsys, tmp_path, *asked, "audit.trainings=20")
     assert done.code == 0 and "ot the real code" in done.out, done.err
