@@ -353,7 +353,7 @@ def _worst_case_text(table: AttackTable, size: float) -> str:
     # the network itself: no finite logits
     if table.location_class.is_random or table.worst(size).abstained:
         undecided = f", {abstained} % abstained"
-    return f"{right} % right{undecided}, {wrong} % wrong"
+    return f"{right} % correct{undecided}, {wrong} % incorrect"
 
 
 def check_line(check: dict[str, Any]) -> str:

@@ -302,7 +302,7 @@ def commonest_class_doubt(correct: int, inputs: int, commonest: int) -> str | No
     if sure > commonest / inputs:
         return None
     return (
-        "the model is not shown to be right more often than always saying the commonest class, "
+        "the model is not shown to be more accurate than always answering the commonest class, "
         f"{format_percent(commonest / inputs, 1)} %"
     )
 
@@ -324,7 +324,7 @@ def certified_clause(found: CertificateTable) -> str:
     radius = smallest_shown_radius(found)
     share = format_percent(found.certified_accuracy(radius), 1)
     return (
-        f"right and certified not to change within {norm_name(found.norm)} distance "
+        f"correct and certified not to change within {norm_name(found.norm)} distance "
         f"{format_exact(radius)} on {share} % of {len(found.index):,}"
     )
 

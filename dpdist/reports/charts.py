@@ -123,7 +123,7 @@ def attack_outcome_table(
         if _same_model_and_data(table, other)
     ]
     beside = [(other, common) for other, common in beside if common.any()]
-    header = [f"{table.norm} size", "attack", "right", "abstained", "wrong"]
+    header = [f"{table.norm} size", "attack", "correct", "abstained", "incorrect"]
     header += [f"certified {label_of(other)}" for other, _ in beside]
 
     def certified(size: float) -> list[str]:
@@ -204,7 +204,8 @@ def certified_accuracy_chart(
     ]
     if clean_accuracy is not None:
         share = 100 * clean_accuracy
-        lines.append(Line("right without noise or attack", [(0, share), (end, share)], muted=True))
+        flat = [(0, share), (end, share)]
+        lines.append(Line("accuracy without noise or attack", flat, muted=True))
     norms, said = sorted({norm_name(table.norm) for table in tables}), []
     for table in tables:
         at = [(r, table.certified_accuracy(r)) for r in table.reported_radii]

@@ -98,9 +98,10 @@ def population_rows(runs: Sequence[RunResults]) -> list[list[str]]:
 def attacked_accuracy_rows(runs: Sequence[RunResults], norm: str) -> list[list[str]]:
     """Header and rows in %: what became of each run's inputs at each size, under all its attacks.
 
-    right: under each of them; wrong: another class under one at least; abstained: the others.
+    correct: under each of them; incorrect: another class under at least one.
     """
-    rows = [["run", "attacked", f"{NORMS[norm]} size", "attacks", "right", "abstained", "wrong"]]
+    outcomes = ["correct", "abstained", "incorrect"]
+    rows = [["run", "attacked", f"{NORMS[norm]} size", "attacks", *outcomes]]
     for facts in runs:
         for table in facts.attacks:
             if table.norm != norm:

@@ -164,8 +164,8 @@ _MAX_CLASS_ROWS = 100  # rows of the page
 
 
 def per_class_table(facts: RunResults) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: of each class its test inputs, those answered rightly with an interval, and
-    of those certified the shares that are right and certified, wrong, not answered.
+    """Header and rows: of each class its test inputs and accuracy with an interval, and of those
+    certified the certified accuracy, and the shares that are incorrect and abstained.
 
     Without either evaluation or certificates there are no rows.
     """
@@ -174,14 +174,14 @@ def per_class_table(facts: RunResults) -> tuple[list[str], list[list[str]]]:
     count = max(len(plain), 0 if table is None else 1 + int(table.label.max()))
     header = ["class"]
     if plain:
-        header += ["test inputs", "right, %", "95 % interval"]
+        header += ["test inputs", "accuracy, %", "95 % interval"]
     if table is not None:
         at = format_exact(statistics.smallest_shown_radius(table))
         header += [
             "with noise: inputs",
-            f"right and certified at {at}, %",
-            "wrong, %",
-            "no answer, %",
+            f"certified accuracy at {at}, %",
+            "incorrect, %",
+            "abstained, %",
         ]
     if len(header) == 1 or count > _MAX_CLASS_ROWS:
         return [], []

@@ -201,14 +201,14 @@ def _privacy_clauses(facts: Results) -> list[tuple[Severity, str]]:
 
 def _accuracy_clauses(facts: Results) -> list[tuple[Severity, str]]:
     if facts.evaluation is None:
-        return [("caution", "how often the model is right was not measured")]
+        return [("caution", "the accuracy was not measured")]
     inputs = facts.evaluation["inputs"]
     if facts.accuracy is None:
         said = ", ".join(f"{name} {value}" for name, value in facts.measures.items())
         return [("good", f"on {inputs:,} test inputs: {said}")]
     share = format_percent(facts.accuracy, 1)
     if facts.next_token_count is not None:
-        said = f"perplexity {facts.evaluation['perplexity']:.1f}, {share} % right"
+        said = f"perplexity {facts.evaluation['perplexity']:.1f}, {share} % correct"
         if (base := facts.evaluation.get("base_perplexity")) is not None:
             said += f"; the public base alone has perplexity {base:.1f}"
         return [
@@ -218,7 +218,7 @@ def _accuracy_clauses(facts: Results) -> list[tuple[Severity, str]]:
                 f"{said}",
             )
         ]
-    return [("good", f"the model is right on {share} % of {inputs:,} test inputs")]
+    return [("good", f"the test accuracy is {share} % of {inputs:,} inputs")]
 
 
 def _certificate_clauses(facts: Results) -> list[tuple[Severity, str]]:

@@ -45,7 +45,7 @@ def test_accuracy_is_shown_beside_the_certified_one(attacked: tuple[Path, str]) 
     table = read_attack(path)
     shown = attack_outcome_table(table, load_results(RunFolder(folder)).tables)
     assert shown.header == [
-        "l2 size", "attack", "right", "abstained", "wrong", "certified sigma-0.25-fixed-n-200"
+        "l2 size", "attack", "correct", "abstained", "incorrect", "certified sigma-0.25-fixed-n-200"
     ]  # fmt: skip
     assert [(row[0], row[1]) for row in shown.rows] == [
         ("0", "none"),

@@ -146,7 +146,7 @@ def test_an_abstention_is_neither_right_nor_wrong(tmp_path: Path) -> None:
         table.outcome_shares("mim", 0.2)
     certificates = table_reader.read(smoothed_table(tmp_path / "c" / "certificates.parquet"))
     shown = attack_outcome_table(table, [certificates])
-    assert shown.header == ["l2 size", "attack", "right", "abstained", "wrong", "certified c"]
+    assert shown.header == ["l2 size", "attack", "correct", "abstained", "incorrect", "certified c"]
     assert shown.rows == [
         ["0", "none", "75.00", "25.00", "0.00", "75.00"],
         ["0.2", "fgsm", "25.00", "50.00", "25.00", "75.00"],
@@ -155,7 +155,7 @@ def test_an_abstention_is_neither_right_nor_wrong(tmp_path: Path) -> None:
         ["9", "pgd", "0.00", "100.00", "0.00", "0.00"],
     ]
     (line,) = AttackSettings.summary_rows([table])
-    assert "0.00 % right, 50.00 % abstained, 50.00 % wrong at 0.2" in line[1]
+    assert "0.00 % correct, 50.00 % abstained, 50.00 % incorrect at 0.2" in line[1]
     assert attacked_accuracy_chart(table, [certificates]).startswith("<svg")
     facts: Any = SimpleNamespace(folder=RunFolder(tmp_path / "run"), attacks=[table])
     assert compare.attacked_accuracy_rows([facts], "l2")[1:] == [
