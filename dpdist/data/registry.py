@@ -45,15 +45,31 @@ class DataSource:
     class_names: tuple[str, ...] = ()
 
 
-SYNTHETIC = {  # which a computer draws: how many records, and by what
-    "strokes": (synthetic.STROKE_RECORDS, synthetic.draw_strokes),
-    "scenes": (synthetic.SCENE_RECORDS, synthetic.draw_scenes),
+@dataclass
+class SyntheticDataset:
+    """A data set that a computer draws: its size, the shape of an image, and what draws them."""
+
+    classes: int
+    records: int
+    shape: tuple[int, int, int]
+    draw: Callable[..., tuple[np.ndarray, np.ndarray]]
+
+
+SYNTHETIC = {
+    "strokes": SyntheticDataset(
+        synthetic.STROKE_CLASSES,
+        synthetic.STROKE_RECORDS,
+        synthetic.STROKE_SHAPE,
+        synthetic.draw_strokes,
+    ),
+    "scenes": SyntheticDataset(
+        synthetic.SCENE_CLASSES,
+        synthetic.SCENE_RECORDS,
+        synthetic.SCENE_SHAPE,
+        synthetic.draw_scenes,
+    ),
 }
-BUILT_IN = {  # classes of what comes along
-    "digits": 10,
-    "strokes": synthetic.STROKE_CLASSES,
-    "scenes": synthetic.SCENE_CLASSES,
-}
+BUILT_IN = {"digits": 10, **{name: made.classes for name, made in SYNTHETIC.items()}}
 DOWNLOADABLE = ("mnist", "cifar10", "cifar100", "svhn")
 
 
@@ -158,8 +174,9 @@ def _built_in(name: str, split: str, cache: Path) -> Dataset:
     folder = cache / f"{name}-{split}-1"
     if not folder.exists():
         if name in SYNTHETIC:
-            records, draw = SYNTHETIC[name]
-            inputs, labels = draw(records, 0) if split == "train" else draw(records // 10, 1)
+            made = SYNTHETIC[name]
+            count, seed = (made.records, 0) if split == "train" else (made.records // 10, 1)
+            inputs, labels = made.draw(count, seed)
         else:
             from sklearn.datasets import load_digits
 

@@ -392,10 +392,18 @@ class Workers:
         for rank, each in enumerate(found):
             for name, value in found[0]["parts"].items():
                 if each["parts"].get(name) != value:
+                    cure = (
+                        "run the same script with the same settings, records and seed in all of "
+                        "them, on shared storage"
+                    )
+                    if name == "call":
+                        cure = (
+                            "agree on the flag first (torch.distributed.all_reduce), so that all "
+                            "of them call checkpoint() after the same step"
+                        )
                     self._told = UserError(
                         f"{name}: must be the same on all workers, got another on worker {rank} "
-                        "than on worker 0: run the same script with the same settings, records and "
-                        "seed in all of them, on shared storage"
+                        f"than on worker 0: {cure}"
                     )
                     raise self._told
         return found
