@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from support import certificates
 from support.certificates import Data
@@ -14,9 +16,10 @@ from support.networks import save_small_cnn
 
 from dpdist.certification import job, table_reader
 from dpdist.certification import table as tables
+from dpdist.certification.certificate import Certificate
 from dpdist.certification.registry import class_of_table, settings_of
 from dpdist.certification.score_bounds import SCORE_UNIT
-from dpdist.certification.sequential import HITS
+from dpdist.certification.sequential import HITS, Anytime, TargetScores
 from dpdist.core.errors import UserError
 
 COMMON = {"n": 1130, "n0": 50, "alpha": 0.05, "batch": 100, "seed": "5", "backend": "eager"}
@@ -185,6 +188,23 @@ def test_counts_of_target_radii_are_kept_at_each_look(
             table_reader.read(
                 edited(made["target"], tmp_path / "x.parquet", place, **{column: other})
             )
+
+
+@pytest.mark.parametrize("kind", [Anytime, TargetScores])
+def test_only_whole_blocks_of_draws_can_have_been_counted(kind: type[Certificate]) -> None:
+    """A row that leaves out the last misses, in the middle of a block, states a larger share."""
+    cap, batch, many = 230, 50, range(1, 321)
+    stops = [(50, 1), (100, 2), (150, 3), (200, 4), (230, 5)]  # the last block is cut by the cap
+    claims = [(draws, looks) for draws in many for looks in range(1, 8)]
+    columns = {
+        "n": [draws for draws, _ in claims], "looks": [looks for _, looks in claims],
+        "k": [draws - 1 for draws, _ in claims], "selected": [0] * len(claims),
+        "cap": [cap] * len(claims),
+    }  # fmt: skip
+    about = {tables.KEY: json.dumps({"classifier": {"batch": batch}})}
+    table = pa.table(columns).replace_schema_metadata(about)
+    found = kind.consistent_counts(table)
+    assert [claim for claim, sound in zip(claims, found, strict=True) if sound] == stops
 
 
 def test_labels_are_those_of_the_data(made: dict[str, Path], tmp_path: Path) -> None:

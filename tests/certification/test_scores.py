@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from support import certificates
+from support import certificates, vote_score_disagreement
 from support.certificates import Data, with_changes
+from support.separable_points import Points
 from torch import nn
 
 from dpdist import models
@@ -215,6 +216,20 @@ def test_rebound_is_what_a_certification_would_have_given(reference: Path) -> No
     for name in SIZES:
         old, new = np.asarray(got[name]), np.asarray(stricter[name])
         assert (new <= old).all()
+
+
+def test_the_vote_s_sizes_answer_with_the_class_of_the_vote(here: None, tmp_path: Path) -> None:
+    """Where most draws say one class and the mean scores another."""
+    points = Points(8, count=4)
+    vote_score_disagreement.save(tmp_path / "model", points.size)
+    settings = ExpectedScores(n=2000, n0=500, alpha=0.01, batch=500, seed="1")
+    made = certificates.certify(tmp_path / "model", points, settings, tmp_path / "out", actors=1)
+    sizes = {(found.name, found.norm): found for found in ExpectedScores.read_sizes(made)}
+    for norm in ("l2", "linf"):
+        vote, scores = sizes["cohen", norm], sizes["exact", norm]
+        assert set(vote.prediction) == {vote_score_disagreement.VOTE} and vote.predicts_by_vote
+        assert set(scores.prediction) == {vote_score_disagreement.SCORE}
+        assert (vote.size > 0).all() and not scores.predicts_by_vote
 
 
 def test_prediction_of_single_inputs_certifies_with_fresh_noise() -> None:

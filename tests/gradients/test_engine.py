@@ -624,6 +624,31 @@ def test_no_convolution_lets_a_record_pass_the_clip(scale):
         assert engine.clipped_sum(record, torch.zeros(1)).flat.norm() <= engine.sensitivity
 
 
+class _TwoHalves(nn.Module):
+    """Two layers side by side, each of one half of the input: their gradients are the halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.left(inputs[:, :2]) + self.right(inputs[:, 2:])
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("clipping", [FlatClipping(0.3), PerLayerClipping(0.3)])
+def test_a_gradient_that_is_not_finite_in_one_layer_alone_counts_as_zero(place, clipping):
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(6, 4), torch.zeros(6)
+    engine = GradientEngine(_TwoHalves(), lambda out, _: out[:, 0], clipping=clipping)
+    good = [0, 1, 3, 4, 5]
+    expected = engine.clipped_sum(inputs[good], targets[good])
+    inputs[2, place] = torch.inf
+    result = engine.clipped_sum(inputs, targets)
+    assert result.nonfinite == 1
+    torch.testing.assert_close(result.flat, expected.flat)
+
+
 def test_all_examples_nonfinite():
     model = nn.Linear(2, 2)
     engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(1.0))

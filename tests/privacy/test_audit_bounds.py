@@ -109,6 +109,20 @@ def test_the_p_value_by_enumeration():
     )
 
 
+def test_the_p_value_of_copies_by_enumeration():
+    """k copies are a group: k epsilon, and delta (e^(k epsilon) - 1) / (e^epsilon - 1)."""
+    m, r, v, delta, copies, growth = 40, 12, 11, Fraction(1, 10_000), 3, 2  # e^epsilon = 2
+    q = Fraction(growth**copies, 1 + growth**copies)
+    lost = delta * Fraction(growth**copies - 1, growth - 1)
+    distribution = [math.comb(r, k) * q**k * (1 - q) ** (r - k) for k in range(r + 1)]
+    worst = max(sum(distribution[v - i : v]) / i for i in range(1, v + 1))
+    expected = sum(distribution[v:]) + 2 * m * lost * worst
+    audit = OneRunGuesses(m, r, v)
+    assert expected < 1
+    found = audit.p_values(math.log(growth), float(delta), copies)
+    assert found == pytest.approx([float(expected)], rel=1e-12)
+
+
 def by_the_book(m: int, r: int, v: int, alpha: float, curve) -> bool:
     """The recursion as the paper lists it, on plain numbers."""
     right, wrong = {v: alpha * v / m}, {v: alpha * (r - v) / m}

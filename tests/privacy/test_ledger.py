@@ -22,7 +22,7 @@ from dpdist.privacy.ledger import (
     _parse,
     anchor_path,
 )
-from dpdist.privacy.phases import GaussianSteps
+from dpdist.privacy.phases import GaussianAnswers, GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
 
 PLAN = PrivacyPlan.dp_sgd(records=1000, batch_size=50, noise_multiplier=1.5, steps=40, delta=1e-4)
@@ -170,6 +170,32 @@ def test_superseded_steps_cost_their_own_phase(path):
         ledger.record(9, release(9, salt=1))
         expected = PrivacyPlan(1000, (phases[0], GaussianSteps(6, 1.0, 0.1)), 1e-4)
         assert ledger.guarantee(plan).epsilon == expected.guarantee().epsilon
+
+
+def test_what_a_process_releases_stands_behind_its_own_nonce(path):
+    """Also where another one was announced in between, which released nothing."""
+    with Ledger.open(path, PLAN.fingerprint()) as opened:
+        opened.begin_attempt(ONE)
+        opened.record(0, release(0))
+        mine = opened.nonce
+    with Ledger.open(path, PLAN.fingerprint()) as opened:
+        other = opened.announce_process()
+    with Ledger.open(path, PLAN.fingerprint(), nonce=mine) as opened:
+        opened.record(1, release(1))
+        assert opened.released_units(PLAN) == {mine: (2,), other: (0,)}
+    assert Ledger.read(path).announced_steps(0) == [(0, 2, mine)]
+
+
+def test_an_answer_stands_behind_the_process_that_draws_its_noise(path):
+    plan = PrivacyPlan(1000, (GaussianAnswers(9.0, 3),), 1e-4)
+    nonces = []
+    for number in range(3):
+        with Ledger.open(path, plan.fingerprint()) as opened:
+            assert opened.record_query(release(number), plan) == number
+            nonces.append(opened.nonce)
+    found = Ledger.read(path)
+    assert [found.find_query_nonce(release(number)) for number in range(3)] == nonces
+    assert found.released_units(plan) == dict.fromkeys(nonces, (1,))
 
 
 @pytest.mark.parametrize("cut", [1, 5, 60])

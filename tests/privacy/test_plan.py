@@ -8,12 +8,15 @@ import math
 
 import pytest
 
+from dpdist.privacy import accounting
 from dpdist.privacy.accounting import rdp_epsilon
+from dpdist.privacy.mechanisms import gaussian_epsilon
 from dpdist.privacy.phases import (
     GaussianSteps,
     LaplaceReleases,
     ParallelParts,
     RepeatAndSelect,
+    WorstOf,
     sequence_path_events,
 )
 from dpdist.privacy.plan import PrivacyPlan
@@ -91,6 +94,36 @@ def test_prefix_and_curve_agree_and_rise():
     exact = plan.guarantee(steps=step).epsilon
     assert exact <= value <= 1.01 * exact
     assert plan.guarantee(steps=0).epsilon == 0
+
+
+def test_every_point_of_the_curve_is_above_the_exact_price_of_its_steps():
+    """Full batches: n steps are one Gaussian of mu = sqrt(n) / noise, whose profile is known."""
+    plan = PrivacyPlan.dp_sgd(
+        records=100, batch_size=100, noise_multiplier=4.0, steps=6, delta=1e-5
+    )
+    curve = plan.epsilon_curve()
+    assert [steps for steps, _ in curve] == [1, 2, 3, 4, 5, 6]
+    for steps, value in curve:
+        exact = float(gaussian_epsilon(1e-5, 4.0, math.sqrt(steps)))
+        assert exact <= value <= 1.01 * exact
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        lambda steps: ParallelParts(((steps,),)),
+        lambda steps: WorstOf(((steps,),)),
+        lambda steps: RepeatAndSelect((steps,), 1.0, 1.0),
+    ],
+    ids=["parallel parts", "worst of", "one run of a search"],
+)
+def test_a_cap_inside_another_phase_costs_what_it_costs_alone(inside):
+    """Where a record is added, all the others may fill the cap: one more than where one goes."""
+    steps = GaussianSteps(3, 1.5, 0.2, 3)
+    alone = PrivacyPlan(10, (steps,), 1e-3).guarantee().epsilon
+    assert PrivacyPlan(10, (inside(steps),), 1e-3).guarantee().epsilon >= alone * (1 - 1e-9)
+    removal = accounting.compute_epsilon(steps.events(10), 1e-3, "add-or-remove-one")[0]
+    assert removal < alone * 0.99, "an addition must cost more here, or nothing is shown"
 
 
 def test_steps_follow_their_phases():

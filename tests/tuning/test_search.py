@@ -347,6 +347,18 @@ def test_failed_trials_count_and_are_not_replaced(recipe, begin, run_trials, mon
     assert json.loads(search.folder.outcome.read_text()) == {"winner": 2}
 
 
+@pytest.mark.parametrize("why", ["stopped early", "the training could not be replayed exactly"])
+def test_a_trial_that_failed_after_a_score_is_not_the_best(recipe, begin, why):
+    """Whatever it had scored before: it counts as minus infinity."""
+    search = begin(recipe(tune={"num_trials": {"name": "fixed", "runs": 2, "mean": None}}))
+    states = [([0.9], why), ([0.2, 0.3], None)]
+    for number, (scores, failed) in enumerate(states):
+        state = {"scores": scores, "done": True, "failed": failed}
+        write_json(search.folder.scores_file(number), state)
+    search._choose_winner()
+    assert json.loads(search.folder.outcome.read_text()) == {"winner": 1}
+
+
 def test_a_full_disk_is_not_a_failed_trial(recipe, begin, monkeypatch):
     """The driver stops at once, with the reason, and gives up no trial: see also tests/hosts."""
     search = begin(recipe(resources={"max_failures": 1}))

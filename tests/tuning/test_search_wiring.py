@@ -289,6 +289,19 @@ def test_copies_of_a_search_share_no_noise(recipe, begin, run_trials, tmp_path, 
     assert not noise[0] & noise[1]
 
 
+def test_another_model_s_score_has_another_key(recipe, begin, run_trials):
+    """As another copy's nonces make one: the same noise on both counts would be none between."""
+    search = begin(recipe())
+    run_trials(search, [])
+    trial = read_trials(search.folder)[0]
+    job, scored = prepare_trial(search.folder, search.recipe, trial), scoring_data(search.recipe)
+    spec, found = models.ModelSpec("linear", scored.input_shape, scored.classes), []
+    for seed in (1, 2, 1):
+        models.save(models.initialize(spec, seed), spec, job.folder.model_folder)
+        found.append(score_key(trial, 1, search.recipe, job, scored, 3.0))
+    assert found[0] == found[2] != found[1]
+
+
 @pytest.mark.slow
 def test_a_score_s_key_depends_on_all_that_is_scored(recipe, begin, run_trials):
     """To score the same again, after a crash, is the same noise; whatever else, another."""
