@@ -23,6 +23,8 @@ from dpdist import UserError
 from dpdist.data.histograms import count_cells, linear_edges
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import GaussianCounts
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.training.statistics import release_counts
 
 COUNT, DELTA = 600, 1e-4
 AGE: dict[str, Any] = {"age": {"range": [0, 150]}}
@@ -96,6 +98,21 @@ def test_dates_and_logarithms_have_ranges_too(tmp_path):
     assert 15 < low < high < 30
     assert made.columns["income"]["range"][0] >= 0
     assert np.isfinite(made.transform({**table(), "day": days})).all()
+
+
+def test_copies_that_count_other_records_share_no_noise(tmp_path):
+    """Copies of a folder have one key: the same noise on other counts would be none between them.
+    The same counts are the same release."""
+    plan = PrivacyPlan(COUNT, (GaussianCounts.of_columns(3.0, 1),), DELTA)
+    counts = count_cells(table()["age"], linear_edges(0, 150))
+    counts_of = {"one": counts, "copy": counts, "other": counts + np.eye(len(counts))[40]}
+    noise = {
+        name: release_counts(tmp_path / name, plan, own, "7f" * 32) - own
+        for name, own in counts_of.items()
+    }
+    assert np.array_equal(noise["one"], noise["copy"])
+    # Of thousands of independent pairs, one in a thousand are as near by chance.
+    assert (np.abs(noise["one"] - noise["other"]) > 0.01).mean() > 0.95
 
 
 @pytest.mark.parametrize("adjacency", ["add-or-remove-one", "replace-one"])
