@@ -322,7 +322,7 @@ def test_a_copy_that_answers_is_charged_for_itself(here: Any, tmp_path: Path) ->
     recipe, rng = folder.read_recipe(), torch.Generator().manual_seed(0)
     inputs = torch.rand(6, 1, 8, 8, generator=rng)
     (budget,) = read_budgets(tmp_path / "budgets")
-    whole, cost = folder.read_plan().phases, budget.terms.ceiling.cost
+    whole, cost = folder.read_plan().phases, budget.ceiling.cost
     assert budget.spent == cost(whole, 1400)
     QueryOracle(recipe, folder)(inputs[:2])
     assert read_budgets(tmp_path / "budgets")[0].spent == pytest.approx(budget.spent)

@@ -261,7 +261,7 @@ def test_the_budget_is_charged_for_what_both_released(tmp_path):
     on(copy)
     on(folder)
     (budget,) = read_budgets(tmp_path / "budgets")
-    plan, cost = folder.read_plan(), budget.terms.ceiling.cost
+    plan, cost = folder.read_plan(), budget.ceiling.cost
     released = FORK + 2 * (STEPS - FORK)
     assert budget.spent == pytest.approx(cost(plan.executed_phases([released]), plan.records))
     on(copy)  # to ask again for a finished run charges nothing

@@ -268,7 +268,8 @@ def test_a_crash_while_the_winner_is_copied_out_is_mended(recipe, begin, run_tri
     run_trials(search)
     search._choose_winner()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(search, "_publish_trials", lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
+        stop = (_ for _ in ()).throw
+        patch.setattr(search, "_take_along", lambda *run: stop(KeyboardInterrupt()))
         search.run(EXECUTOR)
     with pytest.raises(UserError, match=r"never finished training"):
         load_results(search.run_folder)
