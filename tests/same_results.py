@@ -86,6 +86,7 @@ _PUBLIC = {
 
 LEFT_OUT_FILES = {
     "*.log": "what Ray says of its session",
+    "*.svg": "pictures of what tables state, which are compared",
     "private/ray/*": "files of Ray's own",
     "private/*/ray/*": "files of Ray's own",
     "private/metrics.jsonl": "seconds of each step beside what the ledger and the weights say",

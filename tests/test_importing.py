@@ -26,7 +26,6 @@ from dpdist.data.test_inputs import find_test_inputs, resized
 from dpdist.importing import ForeignModel, TestData, import_model
 from dpdist.models.weights import load_foreign, read_weights
 from dpdist.privacy.phases import NOT_TRAINED_HERE
-from dpdist.release import bundle
 from dpdist.release.description import ReleasedPictures
 from dpdist.reports.compare import privacy_rows
 from dpdist.runs.folder import DifferentRecipeError, RunFolder
@@ -227,7 +226,7 @@ def test_predict_brings_a_picture_to_the_input_as_certify_does(
     assert done.exit_code == 0, (done.output, done.exception)
     assert torch.equal(torch.stack(seen), torch.stack(before))
     # One that does not say how refuses other sizes.
-    monkeypatch.setattr(bundle.Release, "fit_picture", lambda self, pixels: pixels)
+    monkeypatch.setattr(ReleasedPictures, "fit", lambda self, pixels, shape: pixels)
     said = refused("predict", released, files[0], "--label-only", *trust)
     assert "shape (1, 40, 56), the model takes (1, 32, 32)" in said
 

@@ -153,7 +153,13 @@ def inspect_folder(folder: Path, chosen: ChosenColumns = _ANY) -> DiscoveredData
     found = replace(found, unread=tuple(_unread(folder, [*files[0], *files[1]])))
     if chosen.user is None:
         return replace(found, repeats=repeating_columns(train, label))
-    return replace(found, users=len(_values(train, chosen.user)))
+    persons, tested = (_values(each, chosen.user) for each in (train, test))
+    if both := len(persons & tested):
+        raise UserError(
+            f"--user: no {chosen.user} may have records in training and test files, {both:,} "
+            "have: scores on private users would be published; move each one's records to one file"
+        )
+    return replace(found, users=len(persons))
 
 
 def _unread(folder: Path, read: Sequence[Path]) -> Iterator[str]:
