@@ -54,16 +54,27 @@ if TYPE_CHECKING:
     from dpdist.models.weights import without_adapters as without_adapters
     from dpdist.models.zoo import residual_blocks as residual_blocks
 
-_WITH_TORCH = (
-    "builder", "outputs", "batch_independence", "features", "noise", "weights", "zoo",
-)  # fmt: skip
+_WITH_TORCH = {  # module: names that are loaded on first use
+    "batch_independence": "find_batch_dependence fresh_copy rounding_tolerance",
+    "builder": (
+        "build_model check_denoiser check_outputs initialize load load_network load_weights "
+        "normalized save"
+    ),
+    "features": "PatchFeatures last_linear patch_features_of",
+    "noise": "SplitModel attach_block_noise attach_noise require_split split_after_first_layer",
+    "outputs": (
+        "NO_CLASS NextTokenLogits check_views device_of may_hold_script predicted_classes "
+        "softmax_scores"
+    ),
+    "weights": "Adapter base_digest base_dtype without_adapters",
+    "zoo": "residual_blocks",
+}
 
 
 def __getattr__(name: str) -> Any:
-    for module in () if name.startswith("_") else _WITH_TORCH:
-        import importlib
+    for module, names in _WITH_TORCH.items():
+        if name in names.split():
+            import importlib
 
-        found = importlib.import_module(f"{__name__}.{module}")
-        if hasattr(found, name):
-            return getattr(found, name)
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
