@@ -143,7 +143,7 @@ def test_other_class_counts_than_those_of_the_run_are_refused(root):
     recipe = recipe_of(root)
     with pytest.raises(UserError, match=r"data\.class_sampling: class counts are of all records"):
         Poisoning().training_plan(recipe, 200)
-    with pytest.raises(UserError, match=r"data\.class_sampling: must be left out for member"):
+    with pytest.raises(UserError, match=r"data\.class_sampling: class counts are of all records"):
         Membership().plan_shadows(recipe, 200)
 
 
