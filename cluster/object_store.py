@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
-from dpdist.core.errors import ClusterError
+from dpdist.core.errors import ClusterError, UserError
 from dpdist.core.files import (
     MAX_JSON_BYTES,
+    MissingFileError,
+    check_regular_file,
     check_relative_path,
 )
 
@@ -76,6 +78,18 @@ class ObjectStore:
         except ValueError as error:
             raise ClusterError(f"{self.url}: {error}") from None
 
+    def _open_input(self, name: str) -> Any:
+        """The stream of an object; of a file system, of a regular file only."""
+        path = self._path(name)
+        if self._local:
+            try:
+                check_regular_file(path)
+            except MissingFileError as error:
+                raise FileNotFoundError(str(error)) from None
+            except UserError as error:
+                raise ClusterError(f"{self.url}: {error}") from None
+        return self._fs.open_input_stream(path)
+
     def put(self, name: str, source: bytes | Path) -> tuple[str, int]:
         """Write an object; return the digest and size of what was written.
 
@@ -107,7 +121,7 @@ class ObjectStore:
 
     def get(self, name: str, max_bytes: int = MAX_JSON_BYTES) -> bytes:
         """An object's content. Raises Missing, and ClusterError above `max_bytes` bytes."""
-        with self._translate_errors(name), self._fs.open_input_stream(self._path(name)) as stream:
+        with self._translate_errors(name), self._open_input(name) as stream:
             raw: bytes = stream.read(max_bytes + 1)
         if len(raw) > max_bytes:
             raise ClusterError(
@@ -121,7 +135,7 @@ class ObjectStore:
         digest, size = hashlib.blake2b(digest_size=32), 0
         with (
             self._translate_errors(name),
-            self._fs.open_input_stream(self._path(name)) as stream,
+            self._open_input(name) as stream,
             open(target, "xb") as file,
         ):
             while size <= max_bytes and (

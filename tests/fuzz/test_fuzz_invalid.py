@@ -183,7 +183,3 @@ def test_archives(finished, tmp_path):
         here.mkdir()
 
     one()
-
-
-# Open: generated archives did not end within a minute in their last run; cause not found.
-test_archives = pytest.mark.nightly(test_archives)
