@@ -28,7 +28,7 @@ from pydantic import BaseModel
 
 from dpdist.cluster.executor import Executor, ExecutorName, require_one_process
 from dpdist.config.search import FunctionScore, TuneRecipe
-from dpdist.config.sections import Privacy, PrivacyRecipe
+from dpdist.config.sections import PrivacyRecipe, as_privacy
 from dpdist.config.training import ResourcesRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.files import (
@@ -271,7 +271,7 @@ def _check_function_search(
 
     section: of a recipe, `tune` without its score.
     """
-    records, asked = as_records(data), _parse_privacy(privacy)
+    records, asked = as_records(data), as_privacy(privacy, "tune")
     scored, value, terms = _parse_score(score, asked)
     tune = parse_section(TuneRecipe, {**section, "score": terms}, "tune")
     public = tune.score.is_public
@@ -392,11 +392,6 @@ def _parse_score(
     return records, value, terms
 
 
-def _parse_privacy(privacy: Any) -> PrivacyRecipe:
-    """Return the section `privacy` of training and search together. Raises UserError."""
-    return privacy if isinstance(privacy, PrivacyRecipe) else Privacy(**privacy)
-
-
 def _send(function: TrainFunction) -> bytes:
     """Return the function as it is now, for trials' processes. Raises UserError."""
     try:
@@ -487,7 +482,8 @@ class SearchResult:
         if not self._terms.trials:
             raise UserError(
                 f"trials: must not be shown with a secret number of trials ({self.num_trials}): "
-                "the price holds for the winner alone",
+                "the privacy cost covers the winner only; take num_trials "
+                "{'name': 'fixed', 'runs': ...}",
                 see="how-to/tuning.md#what-must-stay-secret",
             )
         return self._terms.trials
@@ -697,7 +693,7 @@ def trainable(
         return recipe_trainable(resolve_recipe(train), place, context)
     if data is None or score is None:
         raise UserError("trainable: data and score: are required with a function")
-    asked = _parse_privacy(privacy or {"noise_multiplier": 0, "clipping": "none"})
+    asked = as_privacy(privacy or {"noise_multiplier": 0, "clipping": "none"}, "trainable")
     scored, value, _ = _parse_score(score, asked)
     function = TrainFunction(train, as_records(data), scored, value, True, asked.epsilon is None)
 

@@ -601,5 +601,6 @@ def check_certifiable(trial: Recipe, score: ScoreRecipe, context: str) -> None:
     if score.radius is not None and score.radius > reach:
         raise UserError(
             f"{context}: tune.score.radius: {score.samples} draws at alpha {score.alpha:g} never "
-            f"certify more than {reach:.3g} with certify.sigma {certify.sigma:g}"
+            f"certify more than {reach:.3g} with certify.sigma {certify.sigma:g}: give more draws "
+            "or a larger sigma"
         )

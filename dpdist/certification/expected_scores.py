@@ -269,10 +269,10 @@ class ExpectedScores(HiddenNoiseCertificate):
     def extra_columns(cls) -> Mapping[str, ColumnSpec]:
         """Return the additional columns, a dict from name to (type, least value or None).
 
-        They are "bound" (the confidence bound), "p_upper" (upper bound of the runner-up's expected
-        score), "sums" and "squares" (one per class: the scores and their squares, summed over the
-        draws), and for each certificate and norm the certified size (input units), such as
-        "exact_l2".
+        "bound" names the confidence bound. "p_upper" is the upper bound of the runner-up's expected
+        score. "sums" and "squares" hold the scores and their squares, summed over the draws, one
+        per class. "exact_l2" and its like hold the certified size of one certificate in one norm,
+        in input units.
         """
         return {
             "bound": (str, None),

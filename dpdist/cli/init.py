@@ -76,11 +76,11 @@ _PretrainingData = Annotated[
 _Ranges = Annotated[
     list[str] | None,
     option(
-        "Public constants of columns: the range of numbers, which becomes [0, 1] (0,5000,log1p for "
-        "amounts, 0,9,flag to flag missing cells); the categories of words (A,B,C; or text,64, "
-        "which counts words by their hash); or the first and the last day of dates. May be "
-        "repeated, for one column, several (A,B=0,1) or a pattern; of two that fit, the first "
-        "counts, so put '*=0,1' last.",
+        "Public constants of columns. Numbers: LOW,HIGH, which become 0 and 1; add log1p for "
+        "amounts, and flag to mark missing cells. Words: the categories A,B,C, or text,64 to count "
+        "words at 64 inputs by a hash. Dates: the first and the last day. You can repeat it, and "
+        "name several columns (A,B=0,1) or a pattern. If two fit a column, the first counts, so "
+        "put '*=0,1' last.",
         None,
         "--range",
         metavar="COLUMN=LOW,HIGH",

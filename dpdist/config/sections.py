@@ -563,6 +563,18 @@ class Privacy(PrivacyRecipe):
             raise UserError("\n".join(map(_complaint, iter_errors(error)))) from None
 
 
+def as_privacy(privacy: PrivacyRecipe | Mapping[str, Any], context: str) -> PrivacyRecipe:
+    """Return settings of privacy that are given as such or as a dict. Raises UserError."""
+    if isinstance(privacy, PrivacyRecipe):
+        return privacy
+    if not isinstance(privacy, Mapping):
+        raise UserError(
+            f"{context}: privacy: must be a dpdist.Privacy, or a dict of its fields, got "
+            f"{type(privacy).__name__}"
+        )
+    return Privacy(**privacy)
+
+
 # Names of the same settings in Opacus.
 _ELSEWHERE = {"max_grad_norm": "clip_norm", "target_epsilon": "epsilon", "target_delta": "delta"}
 

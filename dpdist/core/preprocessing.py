@@ -58,9 +58,9 @@ class ColumnPreprocessing(Section):
             other value has the next number.
         date: Turn dates into numbers.
         log1p: Take log(1 + value), also of the ends of `range`.
-        text: Make so many inputs of the words of a text: each word is counted at the place of its
-            hash, and the counts of a text are scaled to an L2 norm of 1. A missing text has no
-            words.
+        text: Number of inputs that a column of text becomes. Each word is counted at one of them,
+            chosen by a hash of the word. The counts of a text are then scaled to L2 norm 1. A
+            missing text gives zeros.
         drop: Leave out a column that a pattern in `features` names.
     """
 

@@ -67,7 +67,7 @@ class Dataset(Records):
 
     @staticmethod
     def open(folder: Path) -> Dataset:
-        """What lies in a folder of the cache."""
+        """Return the split that a folder of the cache holds."""
         meta = read_json(folder / "meta.json", {"name": str, "classes": int, "fingerprint": str})
         return Dataset(
             folder,

@@ -292,7 +292,6 @@ class ReleaseDescription(Section):
     def _check_consistency(self) -> ReleaseDescription:
         if self.tokens != (self.text is not None):
             raise ValueError("text must be given where inputs are tokens, and only there")
-
         if self.data.root is not None:
             raise ValueError("data.root must be left out: it is a place of the reader's")
         language = self.text is not None and self.text.predict == "next"
@@ -302,7 +301,6 @@ class ReleaseDescription(Section):
             raise ValueError("vocabulary must be that of data, without classes")
         if not language and list(self.classes) != self.data.class_names:
             raise ValueError("classes must be those that data names")
-
         of_one = self.certificate and self.certificate.model_fields_set & PER_CERTIFICATION_FIELDS
         if of_one:
             raise ValueError(f"certificate.{min(of_one)} must be left out: the reader chooses it")

@@ -208,6 +208,7 @@ def method_public_records(recipe: Recipe) -> data.Dataset | None:
     if recipe.model.classifier is not None and found.classes != recipe.data.num_classes:
         raise UserError(
             f"{named.recipe_key}: {found.name} has {found.classes} classes, the frozen "
-            f"classifier tells {recipe.data.num_classes}"
+            f"classifier tells {recipe.data.num_classes}; take other public records, or source: "
+            "paid"
         )
     return found

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from dpdist.config.sections import Privacy, PrivacyRecipe
+from dpdist.config.sections import PrivacyRecipe, as_privacy
 from dpdist.config.statistics import MEDIAN
 from dpdist.config.training import Stage
 from dpdist.core.errors import UserError
@@ -398,7 +398,7 @@ def statistics(
         >>> made.guarantee.epsilon <= 0.5, made.transform(table).shape
         (True, (2000, 1))
     """
-    settings = privacy if isinstance(privacy, PrivacyRecipe) else Privacy(**privacy)
+    settings = as_privacy(privacy, _CONTEXT)
     rules = {name: checked_rule(name, rule) for name, rule in columns.items()}
     counted = [name for name, rule in rules.items() if not (rule.categories or rule.drop)]
     _check(settings, counted, user, quantiles)

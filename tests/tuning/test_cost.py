@@ -113,7 +113,7 @@ ORDERS = (1.5, 2, 4, 8, 16, 32, 64)
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [{"steps": 100}, {"steps": None, "epochs": 3}], ids=str)
 def test_the_bound_lies_above_every_setting(searched, length):
-    """What the loop would execute at every setting of the space against the accounted maximum."""
+    """At each setting of the space, the steps of the loop cost at most what was accounted."""
     space = {
         "privacy.noise_multiplier": {"choice": [1.0, 1.7, 3.0]},
         "training.batch_size": {"choice": [100, 220, 400]},

@@ -350,7 +350,7 @@ def test_failed_trials_count_and_are_not_replaced(recipe, begin, run_trials, mon
 
 @pytest.mark.parametrize("why", ["stopped early", "the training could not be replayed exactly"])
 def test_a_trial_that_failed_after_a_score_is_not_the_best(recipe, begin, why):
-    """Whatever it had scored before: it counts as minus infinity."""
+    """A failed trial counts as minus infinity, also if it had the highest score before."""
     search = begin(recipe(tune={"num_trials": {"name": "fixed", "runs": 2, "mean": None}}))
     states = [([0.9], why), ([0.2, 0.3], None)]
     for number, (scores, failed) in enumerate(states):
