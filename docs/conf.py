@@ -1,4 +1,4 @@
-"""How Sphinx makes the site: `make docs`. Pages lie on the site as they lie in the repository."""
+"""How Sphinx builds the site: `make docs`. Pages have the same paths as in the repository."""
 
 from __future__ import annotations
 
@@ -16,13 +16,7 @@ project = "dpdist"
 author = "the dpdist authors"
 version = release = __version__
 
-extensions = [
-    "myst_parser",
-    "sphinx.ext.autodoc",
-    "sphinx.ext.napoleon",
-    "sphinx.ext.intersphinx",
-    "tools.extension",
-]
+extensions = ["myst_parser", "tools.extension"]
 
 # The sources begin at the root: README.md's links to docs/ then hold here and on GitHub.
 root_doc = "docs/index"
@@ -48,16 +42,3 @@ html_css_files = ["site.css"]
 html_show_copyright = html_copy_source = html_show_sourcelink = False
 html_additional_pages = {"index": "start.html"}  # site/index.html leads to docs/index.html
 html_theme_options = {"top_of_page_buttons": []}
-
-toc_object_entries = False
-autodoc_typehints_format = "short"
-python_maximum_signature_line_length = 88
-autodoc_member_order = "bysource"
-napoleon_numpy_docstring = False
-napoleon_use_ivar = True
-napoleon_custom_sections = ["Guarantee", "Source"]
-
-# Inventories are kept here, so that a build needs no network.
-intersphinx_mapping = {
-    "python": ("https://docs.python.org/3", str(ROOT / "docs/tools/inventories/python.inv")),
-}

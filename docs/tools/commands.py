@@ -46,15 +46,10 @@ def _command(command: Any, name: str) -> Iterator[str]:
     yield plain(inspect.cleandoc(command.help or ""))
     rows = [(each, each.get_help_record(context)) for each in command.params]
     named = [(each, found) for each, found in rows if found is not None]
-    places = [f"* `{found[0]}`: {plain(found[1])}" for each, found in named
-              if each.param_type_name == "argument"]  # fmt: skip
-    if places:
-        yield "\n".join(places)
-    yield f"```{{program}} {name}\n```"
-    for each, (names, text) in named:
-        if each.param_type_name == "option" and "--help" not in each.opts:
-            shown = re.sub(r" / (?=-)", ", ", names)
-            yield f"```{{option}} {shown}\n{plain(text)}\n```"
+    entries = [f"* `{re.sub(r' / (?=-)', ', ', names)}`: {' '.join(plain(text).split())}"
+               for each, (names, text) in named if "--help" not in each.opts]  # fmt: skip
+    if entries:
+        yield "\n".join(entries)
     for inner, found in getattr(command, "commands", {}).items():
         yield from _command(found, f"{name} {inner}")
 

@@ -1,9 +1,7 @@
-"""Pages of the site: their order, the text that is generated into them, their links and anchors.
+"""Pages of the site: their order, links and anchors, and notebooks as Markdown.
 
 A page is a Markdown file or an executed notebook, by its path from the root of the repository.
-What lies between the lines `<!-- generated: NAME -->` and `<!-- end -->` is generated from the
-code: plain Markdown in the repository (`tools.reference`), on the site that of `GENERATORS[NAME]`.
-Nothing here needs Sphinx, so that quick tests can read every page as the site has it.
+Nothing here needs Sphinx, so that quick tests can read every page as the site shows it.
 """
 
 from __future__ import annotations
@@ -14,13 +12,11 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
-
-from tools import commands, python_api, recipe_keys, run_files
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TOP = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
@@ -32,17 +28,6 @@ BESIDE = (
 INDEX = "docs/index.md"
 SHELVES = ("Tutorials", "How-to", "Explanation", "Reference", "Contributing",
            "The project")  # fmt: skip
-
-GENERATORS: dict[str, Callable[[], str]] = {
-    "recipe keys": recipe_keys.recipe_page,
-    "method keys": recipe_keys.methods_page,
-    "certificate keys": recipe_keys.certificates_page,
-    "commands": commands.page,
-    "exit codes": commands.exit_codes,
-    "files of a run": run_files.page,
-    "python api": python_api.page,
-}
-GENERATED = re.compile(r"^<!-- generated: (.+) -->\n(?:.*\n)*?<!-- end -->$", flags=re.M)
 
 
 @dataclass(frozen=True)
@@ -64,19 +49,13 @@ def sources(root: Path = ROOT) -> list[Path]:
 
 
 def read(path: Path, root: Path = ROOT) -> str:
-    """Return a page's Markdown with what is generated into it."""
+    """Return a page's Markdown; a notebook is converted, and the index lists all shelves."""
     text = path.read_text()
     if path.suffix == ".ipynb":
         return notebook(json.loads(text))
-    text = expand(text)
     if path.relative_to(root).as_posix() == INDEX:
         text += toctrees(text)
     return text
-
-
-def expand(text: str) -> str:
-    """Return Markdown with the site's form of each generated part."""
-    return GENERATED.sub(lambda found: GENERATORS[found[1]](), text)
 
 
 def notebook(content: dict[str, Any]) -> str:

@@ -262,19 +262,18 @@ def keys(
 
 
 def _write(found: list[Key], kind_of: str = "") -> str:
-    """Return keys as Markdown: each is an object that the search of the site finds.
+    """Return keys as a Markdown list.
 
     Args:
         found: the keys.
-        kind_of: the kind of section that has them, where several kinds have keys of one name.
+        kind_of: the kind of section that has them, if several kinds have keys of one name.
     """
     of = f" ({kind_of})" if kind_of else ""
-    parts = []
-    for key in found:
-        facts = "; ".join(filter(None, [key.kind, key.default]))
-        lines = [facts, "", " ".join(filter(None, [key.meaning, key.only]))]
-        parts.append("\n".join([f"```{{recipe-key}} {key.name}{of}", *lines, "```"]))
-    return "\n\n".join(parts)
+    return "\n".join(
+        f"* **`{key.name}`**{of}: {'; '.join(filter(None, [key.kind, key.default]))}. "
+        + " ".join(filter(None, [key.meaning, key.only]))
+        for key in found
+    )
 
 
 def _summary(section: type[BaseModel]) -> str:

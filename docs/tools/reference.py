@@ -1,52 +1,42 @@
-"""Write the generated part of the pages in docs/reference, as plain Markdown that GitHub shows.
+"""The committed pages of the reference: `make reference` renews what is generated in them.
 
-    make reference     # after a change of recipe keys, commands, files of a run or public objects
-
-The site has the same text with objects that its search finds: `pages.expand` generates it anew.
+Text between the lines `<!-- generated: NAME -->` and `<!-- end -->` is computed from the code, so
+that a page reads the same on GitHub and on the site.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
-from tools import pages, python_api
+from tools import commands, pages, python_api, recipe_keys, run_files
 
 PAGES = pages.ROOT / "docs" / "reference"
-
-
-def plain(text: str) -> str:
-    """Return generated Markdown with items of lists in place of the site's directives."""
-    text = re.sub(r"^```\{program\} .*\n```\n*", "", text, flags=re.M)
-    text = re.sub(
-        r"^```\{recipe-key\} (.+)\n(.*)\n\n((?:(?!```).*\n)*)```$", _key, text, flags=re.M
-    )
-    text = re.sub(r"^```\{option\} (.+)\n((?:(?!```).*\n)*)```$", _option, text, flags=re.M)
-    return re.sub(r"(^\* .*)\n\n(?=\* )", r"\1\n", text, flags=re.M)  # one list
-
-
-def _key(found: re.Match[str]) -> str:
-    name, kind = re.fullmatch(r"(\S+)( \(.*\))?", found[1]).groups()  # type: ignore[union-attr]
-    return f"* **`{name}`**{kind or ''}: {found[2]}. {' '.join(found[3].split())}"
-
-
-def _option(found: re.Match[str]) -> str:
-    return f"* `{found[1]}`: {' '.join(found[2].split())}"
+GENERATORS: dict[str, Callable[[], str]] = {
+    "recipe keys": recipe_keys.recipe_page,
+    "method keys": recipe_keys.methods_page,
+    "certificate keys": recipe_keys.certificates_page,
+    "commands": commands.page,
+    "exit codes": commands.exit_codes,
+    "files of a run": run_files.page,
+    "python api": python_api.page,
+}
+GENERATED = re.compile(r"^<!-- generated: (.+) -->\n(?:.*\n)*?<!-- end -->$", flags=re.M)
 
 
 def renewed(text: str) -> str:
     """Return a page with each of its generated parts as the code has it now."""
 
     def part(found: re.Match[str]) -> str:
-        name = found[1]
-        made = python_api.markdown() if name == "python api" else plain(pages.GENERATORS[name]())
-        return f"<!-- generated: {name} -->\n\n{made.strip()}\n\n<!-- end -->"
+        body = GENERATORS[found[1]]().strip()
+        return f"<!-- generated: {found[1]} -->\n\n{body}\n\n<!-- end -->"
 
-    return pages.GENERATED.sub(part, text)
+    return GENERATED.sub(part, text)
 
 
 def stale() -> list[Path]:
-    """Return the pages whose generated part is not what the code has."""
+    """Return the pages whose generated part differs from the code."""
     found = {path: path.read_text() for path in sorted(PAGES.glob("*.md"))}
     return [path for path, text in found.items() if renewed(text) != text]
 

@@ -1006,7 +1006,7 @@ def _of_loader(loader: torch_data.DataLoader[Any], options: Options) -> Records:
             f"the DataLoader must not choose, weight or drop records itself, got {own[0]}",
             f"{_DRAWN}: pass the data set itself, a part of it by torch.utils.data.Subset, and put "
             "weights into the loss",
-            see="how-to/own-data.md#data-in-python",
+            see="how-to/python-data.md#data-in-python",
         )
     if loader.collate_fn in (torch_data.default_collate, torch_data.default_convert):
         records = adapt(source, options)

@@ -278,7 +278,7 @@ class Preprocessing:
             "on private records let one record change the inputs of all others, which no epsilon "
             "covers; give constants that are public knowledge, or that you computed from public "
             "rows alone, and call transform",
-            see="how-to/own-data.md#preprocessing-by-public-constants",
+            see="how-to/preprocessing.md#preprocessing-by-public-constants",
         )
 
     fit_transform = fit
