@@ -30,7 +30,10 @@ def test_there_is_one_of_each() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize(
+    "name",
+    [each if each == "char_lstm" else pytest.param(each, marks=pytest.mark.slow) for each in QUICK],
+)
 def test_it_runs_on_invented_data(
     name: str, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
