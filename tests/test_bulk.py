@@ -198,3 +198,11 @@ def test_the_time_left_does_not_count_what_an_earlier_session_did(before):
     for place, told in enumerate(lines[1:], 1):
         minutes, seconds = map(int, told.split(":"))
         assert 60 * minutes + seconds >= round((500 - before - place) * 0.25)
+
+
+@pytest.mark.parametrize("rate, said", [(0.0, "0.0"), (0.0421, "0.042"), (1712.83, "1,712.8")])
+def test_a_slow_rate_has_two_digits(rate, said):
+    shown = Terminal()
+    with contextlib.redirect_stderr(shown), console.progress("training", "steps") as s:
+        s(1, 30, rate)
+    assert f"training: 1 of 30 steps (3%), {said} steps/s, " in shown.getvalue()

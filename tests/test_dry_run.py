@@ -16,7 +16,7 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse_recipe
 from dpdist.training.collectives import memory_bytes
-from dpdist.training.estimate import _extra_bytes
+from dpdist.training.estimate import _extra_bytes, bytes_per_example
 from dpdist.training.job import prepare
 from dpdist.training.records import data_source, records_with_canaries
 from dpdist.tuning import search as preparing
@@ -140,6 +140,15 @@ def test_what_a_run_refuses_a_dry_run_refuses_as_well(sections, message, tmp_pat
 def test_memory_is_that_of_parameters_optimizer_and_sums():
     """4 bytes a parameter and slot, 8 for each row of sums."""
     assert memory_bytes(1000, 2, 1) == 20_000 and memory_bytes(1000, 0, 8) == 68_000
+
+
+def test_memory_of_an_example_counts_frozen_layers_once():
+    """4 bytes a number; four times where parameters are trained, or where there are none."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.Identity(), nn.Tanh(), nn.Linear(7, 3))
+    one = torch.zeros(1, 5)
+    assert bytes_per_example(model, lambda: model(one)) == 4 * 4 * (7 + 7 + 3)
+    model[0].requires_grad_(False)
+    assert bytes_per_example(model, lambda: model(one)) == 4 * (7 + 4 * (7 + 3))
 
 
 def test_memory_counts_what_is_frozen_perturbed_and_made_for_the_self_check():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import shlex
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.language_models import save_model
 from support.local_execution import call, command
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -105,6 +107,25 @@ def test_the_story_of_the_hospital(tmp_path, monkeypatch, capsys):
     assert card["guarantee"]["epsilon"] == facts.guarantee.epsilon
     dossier = (facts.folder.path / "report" / "technical-file.md").read_text()
     assert "Annex IV" in dossier and "Article 35(7)" in dossier and "patient" not in dossier
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(900)
+def test_the_scripts_of_bert_with_lora(tmp_path):
+    """Docstrings as records, and the Trainer, on a tiny random base."""
+    page = "docs/tutorials/bert-lora.md"
+    execute(page, "records.py", tmp_path)
+    split = {}
+    for name in ("train", "test"):
+        lines = (tmp_path / "libraries" / f"{name}.jsonl").read_text().splitlines()
+        split[name] = {json.loads(line)["text"] for line in lines}
+        assert {json.loads(line)["label"] for line in lines} == {"pandas", "ray", "scipy", "torch"}
+        assert len(split[name]) == len(lines) > 1000
+    assert not split["train"] & split["test"]
+
+    save_model(tmp_path / "base", "bert")
+    assert re.match(r"\((2\.99\d*|3), 1e-06\)-DP", execute(page, "trainer.py", tmp_path))
+    assert (tmp_path / "adapter" / "privacy_card.md").exists()
 
 
 TUNING = "docs/how-to/tuning.md"

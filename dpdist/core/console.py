@@ -78,7 +78,8 @@ def progress(title: str, unit: str, rate_unit: str | None = None) -> Iterator[Sh
         left = _format_duration((total - done) / pace) if pace > 0 else "?"
         percent = 100 * done // max(total, 1)
         line = f"{title}: {done:,} of {total:,} {unit} ({percent}%)"
-        line += f", {rate:,.1f} {rate_unit or unit}/s, {left} left"
+        shown = f"{rate:,.1f}" if rate >= 1 or not rate else f"{rate:.2g}"
+        line += f", {shown} {rate_unit or unit}/s, {left} left"
         line += f"; {stage}" if stage else ""
         final = f"{title}: {done:,} of {total:,} {unit} in {_format_duration(now - began)}"
         last_shown = now

@@ -288,20 +288,28 @@ def examples_per_second(
 
 
 def bytes_per_example(module: nn.Module, one_pass: Callable[[], object]) -> int:
-    """Return the bytes of one example's activations and their gradients, from one forward pass."""
+    """Return the bytes of one example's activations and their gradients, from one forward pass.
+
+    Outputs of a frozen layer count once, since its gradient needs nothing but its weights. An
+    output that is its input does not count, such as that of Identity.
+    """
     total = 0
 
-    def count(layer: nn.Module, args: object, output: object) -> None:
+    def count(layer: nn.Module, args: tuple[object, ...], output: object) -> None:
         nonlocal total
-        if isinstance(output, Tensor):
-            total += output.numel() * output.element_size()
+        if not isinstance(output, Tensor):
+            return
+        if output.data_ptr() in [each.data_ptr() for each in args if isinstance(each, Tensor)]:
+            return
+        trained = [each.requires_grad for each in layer.parameters()]
+        total += output.nbytes * (1 if trained and not any(trained) else 4)
 
     hooks = [m.register_forward_hook(count) for m in module.modules() if not list(m.children())]
     with torch.no_grad():
         one_pass()
     for hook in hooks:
         hook.remove()
-    return 4 * total
+    return total
 
 
 def _extra_bytes(engine: GradientEngine) -> int:
