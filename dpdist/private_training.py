@@ -13,7 +13,7 @@ import json
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -30,7 +30,7 @@ from dpdist.core.console import Row, format_table
 from dpdist.core.errors import UserError
 from dpdist.core.script_errors import TrainingInterrupted, unfinished
 from dpdist.data.adapters import as_records
-from dpdist.data.overlap import single_records
+from dpdist.data.overlap import count_common, single_records
 from dpdist.data.protocol import Records
 from dpdist.evaluation import evaluate_stage
 from dpdist.gradients.engine import GradientEngine
@@ -43,12 +43,12 @@ from dpdist.models.factory_code import code_digest_of
 from dpdist.privacy.guarantee import FIXED_KEY, Guarantee, format_epsilon
 from dpdist.privacy.ledger import JournalBusy, Ledger, ReplayConflict
 from dpdist.randomness.keys import derive_key
+from dpdist.reports.plots import plot_history
 from dpdist.reports.results import read_stage, stage_of_card
 from dpdist.reports.tracking import check_script_tracker, track_script
 from dpdist.runs.charging import charged, check_charge
 from dpdist.runs.folder import RunFolder, complete_checkpoints, open_run
 from dpdist.runs.recipe import Recipe, resolve_plan
-from dpdist.script_views import PublicViews
 from dpdist.training.collectives import Workers, refused_by_all
 from dpdist.training.estimate import optimizer_of
 from dpdist.training.job import (
@@ -85,7 +85,13 @@ from dpdist.training.script_checks import (
     scored_by_unit,
     store_public,
 )
-from dpdist.training.script_history import History
+from dpdist.training.script_history import (
+    History,
+    Metric,
+    as_table,
+    evaluate_public,
+    named_metric,
+)
 from dpdist.training.script_learner import EXAMPLES, ScriptLearner
 from dpdist.training.script_recipe import Script, are_pairs, spec_of
 from dpdist.training.script_state import kept_buffers
@@ -180,7 +186,7 @@ class RunBusyError(UserError):
     """Another process trains the run."""
 
 
-class PrivateTraining(PublicViews):
+class PrivateTraining:
     """A private training of your own module, by your own optimizer, in your own loop.
 
     Guarantee: the run is (epsilon, delta)-differentially private as `guarantee` states, for
@@ -269,6 +275,8 @@ class PrivateTraining(PublicViews):
 
     _started = False  # the run's folder is there, and its ledger
     _scored: PrivateScore | None = None
+    _compared = ""  # fingerprint of the public records last compared with the private ones
+    _later = False  # the last step leaves the end to `finish`
     _workers: Workers
 
     @refused_by_all
@@ -413,7 +421,7 @@ class PrivateTraining(PublicViews):
         self._workers.check_same({"checkpoint": str(self._done), **learner.digests("checkpoint")})
         if folder.training_summary.exists():
             if self._hashed is not None and self._workers.first:  # a crash may have left it open
-                with self._charged(self._hashed):
+                with charged(self._recipe, self.plan, folder, self._hashed, _CONTEXT):
                     pass
             self._evaluate_public()
             return
@@ -468,7 +476,9 @@ class PrivateTraining(PublicViews):
         try:
             if workers.first:
                 if self._hashed is not None:
-                    self._stack.enter_context(self._charged(self._hashed))
+                    self._stack.enter_context(
+                        charged(self._recipe, plan, folder, self._hashed, _CONTEXT)
+                    )
                 held = Attempt.open_ledger(job, self._stack, identity, self._done)
         except JournalBusy:
             raise RunBusyError(
@@ -501,10 +511,6 @@ class PrivateTraining(PublicViews):
             evaluate_stage(self._recipe, self.run)
         self._workers.agree()  # worker 0 has written
 
-    def _charged(self, records: HashedRecords) -> AbstractContextManager[None]:
-        """Charge the plan to the records' budget, and in the end what was released."""
-        return charged(self._recipe, self.plan, self.run, records, _CONTEXT)
-
     def _save(self) -> None:
         """Write a checkpoint of everything as it is now, on all workers the same."""
         assert self._loop is not None
@@ -532,6 +538,90 @@ class PrivateTraining(PublicViews):
             UserError: an object's state cannot be kept in a checkpoint.
         """
         return self._learner.state_digest()
+
+    # --- public and released values
+
+    @property
+    def history(self) -> Any:
+        """Return the released values of all steps so far.
+
+        Returns:
+            A pandas DataFrame with one row per step; without pandas a dict of lists. Its columns
+            are step, learning_rate and noisy_norm; score, if you declared scores; and eval_NAME for
+            each metric of `evaluate`.
+        """
+        return as_table(History(self.run.history).columns(self._done))
+
+    def evaluate(self, eval_data: Any, *, metric: Metric = "accuracy") -> float:
+        """Return a metric of the current model on PUBLIC records, and add it to the history.
+
+        Guarantee: post-processing of what was released; it does not affect epsilon. A record that
+        is also in `data` is not supported.
+
+        Args:
+            eval_data: public records `(X, y)`, or anything that `dpdist.as_records` takes.
+            metric: "accuracy", "auc", or a function of outputs and targets, two tensors of all
+                records, that returns a number.
+
+        Returns:
+            The metric, a float: the accuracy or the AUC in [0, 1], or what your function returns.
+            The model is in evaluation mode meanwhile.
+
+        Raises:
+            UserError: a record is also in `data`, targets are missing, or the metric is unknown.
+
+        Example:
+            >>> import tempfile, torch, dpdist
+            >>> inputs, labels = torch.randn(300, 4), torch.randint(2, (300,))
+            >>> model = torch.nn.Linear(4, 2)
+            >>> training = dpdist.PrivateTraining(
+            ...     model, torch.optim.SGD(model.parameters(), lr=0.1),
+            ...     (inputs[:200], labels[:200]), loss="cross-entropy",
+            ...     privacy=dpdist.Privacy(epsilon=3, delta=1e-3),
+            ...     batch_size=20, steps=4, folder=tempfile.mkdtemp() + "/run",
+            ... )
+            >>> for report in training:
+            ...     found = training.evaluate((inputs[200:], labels[200:]))
+            >>> 0 <= found <= 1, list(training.history)
+            (True, ['step', 'learning_rate', 'noisy_norm', 'eval_accuracy'])
+        """
+        name, function = named_metric(metric)
+        public = as_records(eval_data, name="eval_data")
+        known = public.keyed_fingerprint(bytes(32))
+        if known != self._compared:
+            if common := count_common(public, self._records):
+                raise UserError(
+                    f"eval_data: must share no record with data, got {common:,} in common: a score "
+                    "on private records would be published; training.score(...) releases one with "
+                    "noise"
+                )
+            self._compared = known
+        found = evaluate_public(self.model, public, self._learner.spec.signature, function)
+        if self._done:
+            self._note(**{f"eval_{name}": found})
+        return found
+
+    def plot(self, *columns: str, ax: Any = None) -> Any:
+        """Plot columns of the history against the steps, and return the matplotlib axes.
+
+        Args:
+            columns: names of columns, or "epsilon" for the plan's; default: "noisy_norm".
+            ax: matplotlib axes to draw into; default: the current ones.
+
+        Returns:
+            The matplotlib `Axes` with one line per column.
+
+        Raises:
+            UserError: there is no such column.
+        """
+        told = History(self.run.history).columns(self._done)
+        return plot_history(told, columns or ("noisy_norm",), self.plan, ax)
+
+    def _note(self, **values: Any) -> None:
+        """Add public values of the last step to the history."""
+        if self._workers.first:
+            there = {name: value for name, value in values.items() if value is not None}
+            History(self.run.history).add(step=self._done - 1, **there)
 
     # --- the loop
 
@@ -751,6 +841,59 @@ class PrivateTraining(PublicViews):
             for report in self:
                 tell(report)
         return self.run
+
+    @contextmanager
+    def finishing_later(self) -> Iterator[None]:
+        """Leave the end of the training to `finish`, also after the last step in the block.
+
+        A context manager; it yields nothing.
+        """
+        self._later = True
+        try:
+            yield
+        finally:
+            self._later = False
+
+    def put_back(self, weights: Mapping[str, Tensor]) -> None:
+        """Restore the parameters of an earlier step, chosen only by PUBLIC records.
+
+        That is post-processing of what was released, so the card needs no further assumption.
+        Returns nothing.
+
+        Args:
+            weights: the values by name of the parameter; other parameters stay as they are.
+        """
+        loop, changed = self._loop, self._learner.changed()
+        if changed and loop is not None and loop.step.ledger is not None:
+            loop.step.ledger.note_changes(changed)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if name in weights:
+                    parameter.copy_(weights[name])
+        self._learner.watch()
+
+    def keep_interrupted(self, agreed: bool = False) -> str | None:
+        """Write a checkpoint after Ctrl-C, and return where the run resumes.
+
+        Args:
+            agreed: all workers call it after the same step; otherwise several write none.
+
+        Returns:
+            A sentence (str) with the step at which the same script resumes; None before the first
+            step.
+        """
+        loop = self._loop
+        if loop is None:
+            return None
+        if self._inside or not (agreed or self._workers.count == 1):
+            where, step = ("inside", self._done) if self._inside else ("after", self._done - 1)
+            return (
+                f"interrupted {where} step {step:,}; the newest checkpoint is of step "
+                f"{loop.kept:,}; run the same script to resume"
+            )
+        with suppress(UserError):  # the script changed what it must not: the last one stays
+            self.checkpoint()
+        return f"interrupted at step {self._done:,}; run the same script to resume"
 
     def score(
         self,

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.core.errors import UserError
-from dpdist.data.overlap import count_common
 from dpdist.data.protocol import Records, fields_of
 from dpdist.models.signature import Signature, plain_outputs
 from dpdist.training.script_state import evaluation_mode, kept_buffers
@@ -104,15 +103,6 @@ def named_metric(metric: Metric) -> tuple[str, Callable[[Tensor, Tensor], Any]]:
             )
         return metric, _METRICS[metric]
     return getattr(metric, "__name__", type(metric).__name__).strip("<>"), metric
-
-
-def check_apart(public: Records, private: Records) -> None:
-    """Raise UserError where an evaluation record is a training record."""
-    if common := count_common(public, private):
-        raise UserError(
-            f"eval_data: must share no record with data, got {common:,} in common: a score on "
-            "private records would be published; training.score(...) releases one with noise"
-        )
 
 
 def evaluate_public(

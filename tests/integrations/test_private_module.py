@@ -252,7 +252,7 @@ def test_public_records_are_validated_between_steps(tmp_path):
 
 
 def test_private_records_are_not_validated(tmp_path):
-    with pytest.raises(UserError, match="val_dataloaders: must be public records, said by"):
+    with pytest.raises(UserError, match="val_dataloaders: must be public"):
         trainer().fit(module(tmp_path / "a"), val_dataloaders=loader(rows(20, seed=9)))
     inputs, labels = rows(20)
     with pytest.raises(UserError, match="must share no record with data, got 20 in common"):
@@ -267,7 +267,7 @@ def test_batches_in_which_private_records_would_hide_are_not_validated(tmp_path)
     batches = [(inputs[:10], labels[:10]), (inputs[10:], labels[10:])]
     unbatched = torch.utils.data.DataLoader(batches, batch_size=None)
     for number, each in enumerate((unbatched, batches, {"a": loader(rows(20, seed=9))})):
-        with pytest.raises(UserError, match="val_dataloaders: must be DataLoaders that make"):
+        with pytest.raises(UserError, match="val_dataloaders: must be DataLoaders"):
             trainer().fit(module(tmp_path / str(number), public_eval=True), val_dataloaders=each)
 
 
@@ -329,7 +329,7 @@ def test_modules_with_hooks_of_their_own_are_refused(tmp_path):
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
             return [optimizer], [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)]
 
-    for net, said in ((Hooked(), r"module\.on_after_backward: must be left out"),
+    for net, said in ((Hooked(), r"module\.on_after_backward"),
                       (Manual(), r"module\.automatic_optimization: must be True"),
                       (torch.nn.Linear(6, 2), "module: must be a lightning")):  # fmt: skip
         with pytest.raises(UserError, match=said):
@@ -346,5 +346,5 @@ def test_a_subclass_cannot_put_a_step_of_its_own_aside(tmp_path):
 
     own = Own(Net(), rows(), loss="cross-entropy", privacy=PRIVATE, batch_size=16, steps=6,
               folder=tmp_path / "run")  # fmt: skip
-    with pytest.raises(UserError, match=r"Own\.training_step: must be left out"):
+    with pytest.raises(UserError, match=r"Own\.training_step"):
         trainer().fit(own)

@@ -448,9 +448,7 @@ def test_a_merged_model_is_the_trained_one(tmp_path, trained):
 
 
 def test_private_records_are_not_evaluated(tmp_path, trained):
-    with pytest.raises(
-        UserError, match="eval_dataset: must be public records, said by public_eval"
-    ):
+    with pytest.raises(UserError, match="eval_dataset: must be public records, declared"):
         trainer(tmp_path / "run", eval_dataset=texts(4, seed=9))
     for call in (trained.evaluate, trained.predict):
         with pytest.raises(UserError, match="_dataset: must be public records"):
@@ -649,7 +647,7 @@ def test_a_subclass_cannot_put_a_loss_of_its_own_aside(tmp_path):
         def compute_loss(self, *given: Any, **named: Any) -> Any:
             raise AssertionError
 
-    with pytest.raises(UserError, match=r"Weighted\.compute_loss: must be left out"):
+    with pytest.raises(UserError, match=r"Weighted\.compute_loss"):
         Weighted(lora(), arguments(tmp_path / "run"), train_dataset=texts(), privacy=PRIVATE)
 
 
