@@ -325,7 +325,7 @@ def test_full_adds_the_noise_it_says(activation, steep, least):
 def test_somebody_must_say_what_the_classifier_saw(public, tmp_path):
     copy = shutil.copytree(public, tmp_path / "copy")
     (copy / PROVENANCE_FILE).unlink()
-    with pytest.raises(UserError, match="nothing says what it was trained on"):
+    with pytest.raises(UserError, match="pretraining_data"):
         prepare(parse_recipe(raw(copy), "test"), RunFolder(tmp_path / "a"), "test")
     described = raw(copy)
     described["model"]["classifier"] = {

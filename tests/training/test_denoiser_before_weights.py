@@ -127,7 +127,7 @@ def test_another_denoiser_is_refused_before_training(weights, tmp_path, change, 
 def test_a_method_with_noise_inside_takes_no_weights_behind_a_denoiser(weights, tmp_path):
     method = {"name": "secure-sgd", "epsilon_r": 1.0, "delta_r": 0.05, "attack_size": 0.1}
     described = raw(weights, method=method, public=None)
-    with pytest.raises(UserError, match=r"stand behind a frozen denoiser.* method secure-sgd"):
+    with pytest.raises(UserError, match="secure-sgd"):
         prepare(parse_recipe(described, "test"), RunFolder(tmp_path / "run"), "test")
 
 

@@ -159,9 +159,9 @@ def test_audits_and_votes_of_single_records_are_refused(root, tmp_path):
         with pytest.raises(UserError, match=said):
             run_audit(options, target, tmp_path / "audit", lambda done, total: None)
         assert not (tmp_path / "audit").exists()
-    with pytest.raises(UserError, match=r"no shadow models: privacy\.unit: user speaks of users"):
+    with pytest.raises(UserError, match=r"privacy\.unit"):
         Membership().plan_shadows(recipe, USERS)
-    with pytest.raises(UserError, match=r"nothing to vote: privacy\.unit: user speaks of users"):
+    with pytest.raises(UserError, match=r"privacy\.unit"):
         Poisoning().training_plan(recipe, USERS)
 
 

@@ -144,9 +144,7 @@ def test_weights_that_nobody_vouches_for_are_refused(weights, tmp_path):
     bare = tmp_path / "bare"
     models.save(models.load(weights), models.read_spec(weights), bare)
     recipe = parse_recipe(raw(bare), "test")
-    with pytest.raises(
-        UserError, match=r"nothing says what it was trained on.*model\.initial\.pretraining_data"
-    ):
+    with pytest.raises(UserError, match=r"model\.initial\.pretraining_data"):
         prepare(recipe, RunFolder(tmp_path / "run"), "test")
     declared = raw(bare)
     declared["model"]["initial"] = {"folder": str(bare), "pretraining_data": "a public set"}
