@@ -88,7 +88,7 @@ def test_a_private_run_trains_what_is_behind_it_only(weights, tmp_path):
 def test_weights_made_with_another_denoiser_are_refused(weights, tmp_path, change):
     described = raw(weights)
     described["public"] = described["public"] | change
-    with pytest.raises(UserError, match=r"weights: made with public\.denoiser.*name another"):
+    with pytest.raises(UserError, match=r"public\.denoiser"):
         prepare(parse_recipe(described, "test"), RunFolder(tmp_path / "run"), "test")
 
 

@@ -459,27 +459,18 @@ def test_an_early_end_is_kept_where_a_crash_cut_it(tmp_path, monkeypatch, charge
     assert dpdist.load_results(again.run).training_summary["steps_taken"] == 2
 
 
-def test_what_changed_before_an_early_end_is_on_the_card(tmp_path):
-    t = training(tmp_path / "run")
-    t.step()
-    best = {name: each.clone() for name, each in t.model.state_dict().items()}
-    t.step()
-    t.model.load_state_dict(best)
-    t.finish()
-    assert t.guarantee.kind == "assumed: post-processing"
-    assert torch.equal(flat(t.model), torch.cat([each.flatten() for each in best.values()]))
-
-
-def test_a_checkpoint_keeps_no_change_that_is_not_on_record(tmp_path):
-    slow = {"privacy": {"epsilon": 3.0, "delta": 1e-3}, "resources": {"checkpoint_seconds": 1e6}}
-    t = training(tmp_path / "own", **slow)
+@pytest.mark.parametrize("then", ["finish", "checkpoint"])
+def test_a_change_before_an_early_end_or_a_checkpoint_is_on_the_card(tmp_path, then):
+    t = training(tmp_path / "run", resources={"checkpoint_seconds": 1e6})
     t.step()
     with torch.no_grad():
         t.model.first.weight.mul_(0.5)
-    t.checkpoint()
+    kept = flat(t.model)
+    getattr(t, then)()
     t.close()
-    again = ended(training(tmp_path / "own", **slow))
+    again = training(tmp_path / "run", resources={"checkpoint_seconds": 1e6})
     assert again.guarantee.kind == "assumed: post-processing"
+    assert torch.equal(flat(again.model), kept)
 
 
 def test_only_the_gradient_that_was_released_is_read(tmp_path, undisturbed):
