@@ -84,13 +84,7 @@ from dpdist.training.script_checks import (
     scored_by_unit,
     store_public,
 )
-from dpdist.training.script_history import (
-    History,
-    Metric,
-    as_table,
-    evaluate_public,
-    named_metric,
-)
+from dpdist.training.script_history import History, Metric, as_table, evaluate_public, named_metric
 from dpdist.training.script_learner import EXAMPLES, ScriptLearner
 from dpdist.training.script_recipe import Script, are_pairs, spec_of
 from dpdist.training.script_state import kept_buffers

@@ -34,33 +34,18 @@ from dpdist.cluster.work import WorkerGroup, WorkerPlace, WorkersFailedError
 from dpdist.config.search import TuneRecipe
 from dpdist.config.sections import PrivacyRecipe
 from dpdist.core.errors import UserError, is_disk_full
-from dpdist.core.files import (
-    error_text,
-    make_private_folder,
-    read_json,
-    write_json,
-)
+from dpdist.core.files import error_text, make_private_folder, read_json, write_json
 from dpdist.data.overlap import single_records
 from dpdist.data.protocol import UNITS, Records, kept_generators
 from dpdist.gradients.noise import add_noise
 from dpdist.privacy.ledger import JournalBusy, LedgerError
-from dpdist.private_training import (
-    IN_SEARCH,
-    PrivateTraining,
-    RunBusyError,
-)
+from dpdist.private_training import IN_SEARCH, PrivateTraining, RunBusyError
 from dpdist.randomness.keys import derive_key
 from dpdist.runs.folder import RunFolder, read_verified_ledger
-from dpdist.runs.recipe import (
-    Recipe,
-    plan_with_noise,
-)
+from dpdist.runs.recipe import Recipe, plan_with_noise
 from dpdist.training.collectives import Workers
 from dpdist.training.job import PACKAGES
-from dpdist.training.private_score import (
-    RecordValues,
-    Value,
-)
+from dpdist.training.private_score import RecordValues, Value
 from dpdist.training.trainer import torch_config
 from dpdist.tuning.manifest import (
     SearchFolder,
@@ -77,12 +62,7 @@ from dpdist.tuning.space import (
     settings_of_space,
     trial_cost,
 )
-from dpdist.tuning.trial import (
-    ScoreReporter,
-    TrialExecutor,
-    begin_trial_folder,
-    run_trial,
-)
+from dpdist.tuning.trial import ScoreReporter, TrialExecutor, begin_trial_folder, run_trial
 
 # --- the function -----------------------------------------------------------------------------
 

@@ -31,12 +31,7 @@ from dpdist.config.search import FunctionScore, TuneRecipe
 from dpdist.config.sections import PrivacyRecipe, as_privacy
 from dpdist.config.training import ResourcesRecipe
 from dpdist.core.errors import UserError
-from dpdist.core.files import (
-    error_text,
-    read_json,
-    write_atomic,
-    write_json,
-)
+from dpdist.core.files import error_text, read_json, write_atomic, write_json
 from dpdist.data.adapters import as_records
 from dpdist.data.overlap import count_common, single_records
 from dpdist.data.protocol import Records, UserRecords, Users
@@ -46,21 +41,13 @@ from dpdist.pipeline import tune as tune_recipe
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.private_training import (
-    PrivateTraining,
-)
+from dpdist.private_training import PrivateTraining
 from dpdist.reports.plots import plot_trials
 from dpdist.reports.results import load_results
 from dpdist.runs.accounting import PublishedTrial, SearchTerms
 from dpdist.runs.charging import Hashed
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import (
-    Recipe,
-    parse_recipe,
-    parse_section,
-    plan_with_noise,
-    resolve_recipe,
-)
+from dpdist.runs.recipe import Recipe, parse_recipe, parse_section, plan_with_noise, resolve_recipe
 from dpdist.searched_function import (
     Explorer,
     TrainFunction,
@@ -75,12 +62,7 @@ from dpdist.searched_function import (
     settings_of_function,
     take_step,
 )
-from dpdist.training.private_score import (
-    ASSUMED_OF_VALUE,
-    Value,
-    check_apart,
-    value_name,
-)
+from dpdist.training.private_score import ASSUMED_OF_VALUE, Value, check_apart, value_name
 from dpdist.training.script_checks import (
     EVAL_DATA,
     HashedRecords,
@@ -101,15 +83,8 @@ from dpdist.tuning.manifest import (
 )
 from dpdist.tuning.public import NOT_PRIVATE, recipe_trainable
 from dpdist.tuning.search import Search, check_same_search
-from dpdist.tuning.space import (
-    RecordCounts,
-    SearchCost,
-    TrialValues,
-    iter_probe_values,
-)
-from dpdist.tuning.trial import (
-    ContinueTrial,
-)
+from dpdist.tuning.space import RecordCounts, SearchCost, TrialValues, iter_probe_values
+from dpdist.tuning.trial import ContinueTrial
 
 ASSUMED = (
     "train, and the model, loss and optimizer that it makes, change nothing of dpdist and read "

@@ -20,6 +20,7 @@ from dpdist.cluster.versions import check_same_versions, package_fingerprints
 from dpdist.config.search import ScoreRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.files import write_atomic
+from dpdist.core.optional_imports import import_extra
 from dpdist.data import Dataset
 from dpdist.randomness.keys import derive_key
 from dpdist.runs.folder import RunFolder
@@ -170,8 +171,6 @@ def tune_publicly(recipe: Recipe, folder: Path, context: str) -> Any:
 def _searcher(name: str) -> Any:
     if name == "random":
         return None
-    from dpdist.core.optional_imports import import_extra
-
     import_extra("optuna", "tune", "tune.searcher")
     from ray.tune.search.optuna import OptunaSearch
 

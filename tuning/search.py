@@ -36,12 +36,7 @@ from dpdist.runs.charging import Hashed, check_charge, reserve_charge, settle_ch
 from dpdist.runs.folder import DifferentRecipeError, RunFolder, read_verified_ledger
 from dpdist.runs.recipe import Recipe, make_plan
 from dpdist.training.job import PACKAGES, check_records, check_trainable, check_users
-from dpdist.training.records import (
-    by_unit,
-    data_source,
-    private_records,
-    records_with_canaries,
-)
+from dpdist.training.records import by_unit, data_source, private_records, records_with_canaries
 from dpdist.tuning.manifest import (
     SearchFolder,
     best_trial,

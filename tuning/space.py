@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from dpdist.config.search import Domain, NumTrialsRecipe, TuneRecipe
 from dpdist.core.errors import UserError
 from dpdist.methods.base import Method
-from dpdist.privacy.calibration import combine_training_and_scoring, repeat_phases
+from dpdist.privacy.calibration import calibrate_noise, combine_training_and_scoring, repeat_phases
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.phases import GaussianSteps, Phase, WorstOf, walk_phases
 from dpdist.privacy.plan import PrivacyPlan
@@ -494,8 +494,6 @@ class SearchCost:
     def _calibrate_noise(
         self, phases_with: Callable[[float], Sequence[Phase]], epsilon: float | None = None
     ) -> float:
-        from dpdist.privacy.calibration import calibrate_noise
-
         target = self.recipe.privacy.epsilon if epsilon is None else epsilon
         assert target is not None
 

@@ -29,13 +29,7 @@ from torch.nn import functional
 from dpdist.config.sections import PrivacyRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.optional_imports import import_extra
-from dpdist.data.adapters import (
-    IGNORED,
-    ItemRecords,
-    Options,
-    RecordError,
-    without_transforms,
-)
+from dpdist.data.adapters import IGNORED, ItemRecords, Options, RecordError, without_transforms
 from dpdist.data.documents import PACKED, begin_again, tokenization_of
 from dpdist.data.overlap import count_common
 from dpdist.data.protocol import Records

@@ -31,6 +31,7 @@ from torch import Tensor
 from dpdist.config.sections import CanaryAudit
 from dpdist.core.errors import UserError
 from dpdist.data import Dataset, UserDataset
+from dpdist.privacy.audit_bounds import log_likelihood_ratio
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
 from dpdist.randomness.keys import derive_key, stream_words
 from dpdist.training.collectives import Reducer
@@ -288,8 +289,6 @@ class GradientCanaries(Canaries):
             rows[row, where[own]] += (self._clip * self._signs[own]).to(rows.device)
 
     def observe(self, noisy: Tensor, step_plan: StepPlan, reducer: Reducer) -> None:
-        from dpdist.privacy.audit_bounds import log_likelihood_ratio
-
         others, _ = reducer.sum_rows(self._record_sums, False)
         own = noisy[self._coordinates.to(noisy.device)].cpu()
         left = (own - others.cpu()).numpy() / step_plan.clip_norm

@@ -26,6 +26,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from dpdist import models
 from dpdist.cluster import job_folder
 from dpdist.cluster.executor import SMALL_TRAINING, Executor
 from dpdist.cluster.resumable_job import (
@@ -57,11 +58,12 @@ from dpdist.randomness.keys import derive_key, key_id, new_run_key
 from dpdist.runs.charging import build_charge, reserve_charge
 from dpdist.runs.folder import RunFolder, read_verified_ledger, verify_ledger
 from dpdist.runs.recipe import Recipe, plan_with_noise, without_privacy
+from dpdist.training.collectives import Reducer
 from dpdist.training.job import PACKAGES, CheckedTraining, TrainJob
 from dpdist.training.loop import TrainingDiverged
 from dpdist.training.model_setup import check_model, initial_model, model_spec
 from dpdist.training.records import data_source, records_with_canaries
-from dpdist.training.worker import recipe_digest
+from dpdist.training.worker import recipe_digest, run_training
 
 # --- many trainings ---------------------------------------------------------------------------
 
@@ -186,11 +188,6 @@ class _InProcessDriver:
     job: TrainJob
 
     def run_workers(self, records: Any = None) -> None:
-        import torch
-
-        from dpdist.training.collectives import Reducer
-        from dpdist.training.worker import run_training
-
         job = self.job if records is None else replace(self.job, replacement_records=records)
         run_training(job, Reducer(0, 1, torch.device("cpu")))
 
@@ -286,8 +283,6 @@ class TeacherTrainer:
     """Train the teacher of a number, and return its files by name."""
 
     def __init__(self, shared: TeacherSetup) -> None:
-        import torch
-
         torch.set_num_threads(1)  # sums must not depend on the machine
         self._shared = shared
         self._records = records_with_canaries(shared.recipe, data_source(shared.recipe))
@@ -307,8 +302,6 @@ class TeacherTrainer:
             return self._initial_model_files()
 
     def _initial_model_files(self) -> dict[str, bytes]:
-        from dpdist import models
-
         spec = model_spec(self._shared.recipe, self._records)
         with TemporaryDirectory(prefix="dpdist-teacher-") as folder:
             models.save(initial_model(self._shared.recipe, spec), spec, Path(folder))
@@ -359,8 +352,6 @@ class TeacherEnsemble:
     """
 
     def __init__(self, folder: RunFolder, trusted_factory: str | None = None) -> None:
-        from dpdist import models
-
         home = folder.private / FOLDER
         table = job_folder.read_table(home / TABLE, COLUMNS, KEY)
         self._folders = [item_folder(home / "models", n) for n in table["model"].to_pylist()]
@@ -375,10 +366,6 @@ class TeacherEnsemble:
 
     def class_scores(self, inputs: Tensor) -> np.ndarray:
         """Return each teacher's logits of each input (B, *input_shape): float64 (K, B, C)."""
-        import torch
-
-        from dpdist import models
-
         found = []
         for place in self._folders:
             model = models.load(place, trusted_factory=self._factory)

@@ -23,10 +23,7 @@ from dpdist.randomness.keys import key_id, new_run_key
 from dpdist.runs.charging import check_charge
 from dpdist.runs.folder import DifferentRecipeError, RunFolder, has_released, read_verified_ledger
 from dpdist.runs.recipe import Recipe, check_against_data, field_error, resolve_plan
-from dpdist.training.provenance import (
-    AMONG_PUBLIC_REASON,
-    check_pretrained,
-)
+from dpdist.training.provenance import AMONG_PUBLIC_REASON, check_pretrained
 from dpdist.training.records import (
     data_source,
     load_test_records,

@@ -24,11 +24,7 @@ from dpdist.config.training import TrainingRecipe
 from dpdist.core.errors import UserError
 from dpdist.data import Dataset, next_tokens
 from dpdist.gradients.clipping import make_clipping
-from dpdist.gradients.engine import (
-    GradientEngine,
-    TrainingObjective,
-    input_targets,
-)
+from dpdist.gradients.engine import GradientEngine, TrainingObjective, input_targets
 from dpdist.gradients.hooks import Inputs, Objective, example_losses, weighted_by_class
 from dpdist.gradients.objective import checked_losses, objective_of
 from dpdist.gradients.perturbations import CropAndFlip, Perturbation

@@ -40,6 +40,7 @@ from dpdist.training.monitoring import (
     WorkerChangeReporter,
     is_stop_requested,
     stopped_between_steps,
+    write_summary,
 )
 from dpdist.training.records import training_records
 
@@ -181,8 +182,6 @@ class _TrainingDriver:
         return release_once(self.job, private_source, draw)
 
     def write_summary(self) -> None:
-        from dpdist.training.monitoring import write_summary
-
         job = self.job
         with Ledger.open(job.folder.ledger, job.plan.fingerprint()) as ledger:
             verify_ledger(job.folder, job.plan, ledger)

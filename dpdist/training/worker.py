@@ -51,12 +51,7 @@ from dpdist.training.canaries import build_canaries
 from dpdist.training.collectives import FlatOptimizer, MissingRank, Reducer, flat_views
 from dpdist.training.job import PACKAGES, RESTORE_HINT, TrainJob
 from dpdist.training.loop import Loop
-from dpdist.training.model_setup import (
-    build_engine,
-    initial_model,
-    model_spec,
-    public_probe,
-)
+from dpdist.training.model_setup import build_engine, initial_model, model_spec, public_probe
 from dpdist.training.monitoring import InterruptionWatch, StepMetrics
 from dpdist.training.private_step import PrivateStep, build_shards, check_clip
 from dpdist.training.records import method_public_records
