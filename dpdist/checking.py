@@ -37,8 +37,10 @@ from dpdist.training.script_learner import EXAMPLES
 
 _T = TypeVar("_T")
 _ANY_SETTINGS: dict[str, Any] = {
-    "privacy": {"noise_multiplier": 1.0, "delta": 1e-5}, "batch_size": 1, "steps": 1,
-}  # fmt: skip
+    "privacy": {"noise_multiplier": 1.0, "delta": 1e-5},
+    "batch_size": 1,
+    "steps": 1,
+}
 _OF_THE_PLAN = ("privacy", "batch_size", "steps", "epochs", "class_sampling", "class_counts")
 
 

@@ -48,7 +48,7 @@ from dpdist.reports.tracking import check_script_tracker, track_script
 from dpdist.runs.charging import charged, check_charge
 from dpdist.runs.folder import RunFolder, complete_checkpoints, open_run
 from dpdist.runs.recipe import Recipe, resolve_plan
-from dpdist.training.collectives import Workers, refused_by_all
+from dpdist.training.collectives import Workers
 from dpdist.training.estimate import optimizer_of
 from dpdist.training.job import (
     CheckedTraining,
@@ -269,9 +269,7 @@ class PrivateTraining:
     _scored: PrivateScore | None = None
     _compared = ""  # fingerprint of the public records last compared with the private ones
     _later = False  # the last step leaves the end to `finish`
-    _workers: Workers
 
-    @refused_by_all
     def __init__(
         self,
         model: nn.Module,
@@ -299,54 +297,65 @@ class PrivateTraining:
         trackers: Sequence[str] = (),
         autocast: bool = False,
     ) -> None:
-        check_model(model)
-        check_optimizer(optimizer, model)
-        self.model, self.optimizer, self.state = model, optimizer, list(state)
-        stages = _stages(began_with)
-        self.run, self._private_metrics, self._loss = _run_folder(folder), private_metrics, loss
-        self._autocast = autocast
-        self._records = as_records(data)
-        warn_if_uncounted(len(self._records), stages)
-        self._device = next(model.parameters()).device
-        examples = self._examples(EXAMPLES)
-        unused = leave_out_unused(model, loss, examples)
-        self._learner = ScriptLearner(model, optimizer, state, self._workers, self._records)
-        self._public = None if eval_data is None else as_records(eval_data, name="eval_data")
-        self._learner.spec = spec = spec_of(model, factory, examples, loss)
-        check_what_is_learned(self._records, loss, model, spec.classes)
-        self._script = Script(
-            model, spec, optimizer, loss, self._records, self.run, eval_data is not None, stages,
-            unused, autocast,
-        )  # fmt: skip
-        live = {path: each.model if (each := ref()) and each.steps_taken else None
-                for path, ref in _open.items()}  # fmt: skip
-        named = [place for each in stages for place in each.places]
-        check_first_weights(model, self.run, live, named, are_pairs(examples[0]))
-        recipe = self._script.recipe(
-            self._workers, privacy, resources,
-            {"batch_size": batch_size, "steps": steps, "epochs": epochs,
-             "reproducible": reproducible},
-            {"class_sampling": class_sampling or {}, "class_counts": class_counts or {},
-             "importance_weights": importance_weights},
-            vmap=vmap, certify=certify,
-        )  # fmt: skip
-        self._records = by_unit(recipe, self._records)
-        self._engine = self._engine_of(recipe, examples)
-        self._learner.check_form()
-        self._done, self._inside, self._loop, self._stack = 0, False, None, ExitStack()
-        self._asked: list[bool] = []  # of Ctrl-C, until all workers know
-        self.trackers = [check_script_tracker(each, self.run) for each in trackers]
-        if recipe.privacy.run_key is not None:
-            warnings.warn(
-                "privacy.run_key: is fixed, so this run is NOT PRIVATE (whoever knows the key can "
-                "subtract the noise); leave it out outside of tests",
-                stacklevel=3,
+        self._workers = Workers.of_this_process()
+        with self._workers.sharing_errors():
+            check_model(model)
+            check_optimizer(optimizer, model)
+            self.model, self.optimizer, self.state = model, optimizer, list(state)
+            stages = _stages(began_with)
+            self.run, self._private_metrics, self._loss = _run_folder(folder), private_metrics, loss
+            self._autocast = autocast
+            self._records = as_records(data)
+            warn_if_uncounted(len(self._records), stages)
+            self._device = next(model.parameters()).device
+            examples = self._examples(EXAMPLES)
+            unused = leave_out_unused(model, loss, examples)
+            self._learner = ScriptLearner(model, optimizer, state, self._workers, self._records)
+            self._public = None if eval_data is None else as_records(eval_data, name="eval_data")
+            self._learner.spec = spec = spec_of(model, factory, examples, loss)
+            check_what_is_learned(self._records, loss, model, spec.classes)
+            has_public = eval_data is not None
+            self._script = Script(
+                model, spec, optimizer, loss, self._records, self.run, has_public, stages, unused,
+                autocast,
+            )  # fmt: skip
+            live = {
+                path: each.model if (each := ref()) and each.steps_taken else None
+                for path, ref in _open.items()
+            }
+            named = [place for each in stages for place in each.places]
+            check_first_weights(model, self.run, live, named, are_pairs(examples[0]))
+            section = {
+                "batch_size": batch_size,
+                "steps": steps,
+                "epochs": epochs,
+                "reproducible": reproducible,
+            }
+            sampling = {
+                "class_sampling": class_sampling or {},
+                "class_counts": class_counts or {},
+                "importance_weights": importance_weights,
+            }
+            recipe = self._script.recipe(
+                self._workers, privacy, resources, section, sampling, vmap=vmap, certify=certify
             )
-        self._planned(with_kept_score(recipe, self.run))
-        if any(each["goes on"] for each in self._workers.agree(**{"goes on": self._continued})):
-            self._begin()
-        else:
-            _check_same_start(self)
+            self._records = by_unit(recipe, self._records)
+            self._engine = self._engine_of(recipe, examples)
+            self._learner.check_form()
+            self._done, self._inside, self._loop, self._stack = 0, False, None, ExitStack()
+            self._asked: list[bool] = []  # of Ctrl-C, until all workers know
+            self.trackers = [check_script_tracker(each, self.run) for each in trackers]
+            if recipe.privacy.run_key is not None:
+                warnings.warn(
+                    "privacy.run_key: is fixed, so this run is NOT PRIVATE (who knows the key can "
+                    "subtract the noise); leave it out outside of tests",
+                    stacklevel=2,
+                )
+            self._planned(with_kept_score(recipe, self.run))
+            if any(each["continued"] for each in self._workers.agree(continued=self._continued)):
+                self._begin()
+            else:
+                _check_same_start(self)
 
     # --- start-up
 
@@ -491,9 +500,13 @@ class PrivateTraining:
         )  # fmt: skip
         monitor = None if self._loop is None else self._loop.monitor
         self._loop = Loop(
-            job, step, self._learner, start=self._done, monitor=monitor,
+            job,
+            step,
+            self._learner,
+            start=self._done,
+            monitor=monitor,
             examples=lambda: self._examples(MEASURED),
-        )  # fmt: skip
+        )
         self._learner.watch()
 
     def _evaluate_public(self) -> None:
@@ -1050,8 +1063,10 @@ class PrivateTraining:
         changed = learner.changed()
         told = self._workers.check_same(
             {"step": str(number), "call": call, **learner.settings()},
-            changed=changed, due=self._loop.is_due, shown=self._private_metrics,
-        )  # fmt: skip
+            changed=changed,
+            due=self._loop.is_due,
+            shown=self._private_metrics,
+        )
         if any(each["shown"] for each in told):
             if ledger is not None:
                 ledger.note_shown(number)

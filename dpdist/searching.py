@@ -311,11 +311,7 @@ _RESOURCES = ("workers", "cpus_per_worker", "gpus_per_worker", "max_failures")
 
 
 def _search_recipe(
-    explorer: Explorer,
-    tune: TuneRecipe,
-    privacy: PrivacyRecipe,
-    folder: RunFolder,
-    resources: Any,
+    explorer: Explorer, tune: TuneRecipe, privacy: PrivacyRecipe, folder: RunFolder, resources: Any
 ) -> Recipe:
     """Return the recipe of the search: that of the first values, with the section `tune`."""
     first = explorer.recipe_of(next(iter_probe_values(tune)))

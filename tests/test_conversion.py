@@ -149,7 +149,7 @@ def test_a_folder_s_network_that_saw_private_records_is_refused(tmp_path: Path) 
     target = tmp_path / "made"
     with pytest.raises(UserError, match="private records of digits/train are among the public"):
         make_features("digits", saved(tmp_path / "own", own), target)
-    with pytest.raises(UserError, match="nothing says what it was trained on"):
+    with pytest.raises(UserError, match="pretraining"):
         make_features("digits", saved(tmp_path / "silent", None), target)
     with pytest.raises(UserError, match="--pretraining-data:"):
         make_features("digits", saved(tmp_path / "said", other), target, pretraining_data="letters")

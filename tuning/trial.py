@@ -343,10 +343,12 @@ def make_tune_pass(
 
     def run(number: int, report: ReportMetrics) -> None:
         run_trial(
-            path, packages, number,
+            path,
+            packages,
+            number,
             lambda rung, value: report({"score": value, "reached": factor ** (rung - 1)}),
             continue_trial,
-        )  # fmt: skip
+        )
 
     path, packages = folder.run.path, package_fingerprints(PACKAGES)
     factor = section.asha.reduction_factor if section.asha else 1

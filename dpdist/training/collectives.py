@@ -21,8 +21,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 import numpy as np
 import torch
@@ -440,23 +439,6 @@ class Workers:
             conflict = self.agree(conflict=conflict)[0]["conflict"]
         if conflict:
             raise ReplayConflict(conflict)
-
-
-P = ParamSpec("P")
-
-
-def refused_by_all(
-    initialize: Callable[Concatenate[Any, P], None],
-) -> Callable[Concatenate[Any, P], None]:
-    """Wrap `__init__`: set `_workers` first, and let an error of one worker be raised by all."""
-
-    @wraps(initialize)
-    def made(self: Any, /, *args: P.args, **options: P.kwargs) -> None:
-        self._workers = Workers.of_this_process()
-        with self._workers.sharing_errors():
-            initialize(self, *args, **options)
-
-    return made
 
 
 def let_go_of_the_group() -> None:

@@ -234,10 +234,7 @@ FOLDER = "teachers"  # in a run's private folder
 TABLE, KEY = "teachers.parquet", b"dpdist.teachers"
 _WEIGHTS = "model.safetensors"
 SCHEMA = pa.schema(
-    [
-        pa.field("model", pa.int64(), nullable=False),
-        pa.field("digest", pa.string(), nullable=False),
-    ]
+    [pa.field("model", pa.int64(), nullable=False), pa.field("digest", pa.string(), nullable=False)]
 )
 COLUMNS: dict[str, ColumnSpec] = {"model": (int, 0), "digest": (str, None)}
 
@@ -434,7 +431,7 @@ class QueryOracle:
                 if new > self.answers_left:
                     raise UserError(
                         f"{self._folder.path}: {self.answers_left:,} of {self._plan.num_queries:,} "
-                        f"answers are left, {new:,} are needed; nothing was answered",
+                        f"answers are left, {new:,} would be needed; nothing was asked",
                         see="how-to/private-prediction.md#what-is-proved-and-why",
                     )
                 if new:

@@ -41,8 +41,10 @@ from dpdist.training.records import data_source, load_test_records, records_with
 from dpdist.training.script_state import kept_buffers
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
-}  # fmt: skip
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
 _ENTRIES = 97  # of the parameter by which an optimizer's state is counted
 
 

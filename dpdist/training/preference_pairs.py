@@ -129,10 +129,17 @@ def preferences(
                 f"{type(without_wrapper(reference)).__name__}, which ignores the mask or positions"
             )
         return preference_records(
-            data, tokenizer, difference, length=length, pretraining_data=pretraining_data,
-            prompt=prompt, chosen=chosen,
-            rejected=rejected, unit=unit, name=name,
-        )  # fmt: skip
+            data,
+            tokenizer,
+            difference,
+            length=length,
+            pretraining_data=pretraining_data,
+            prompt=prompt,
+            chosen=chosen,
+            rejected=rejected,
+            unit=unit,
+            name=name,
+        )
 
 
 def _check_adapters_are_new(reference: nn.Module, few: int, vocabulary: int, name: str) -> None:

@@ -207,9 +207,13 @@ def join_parts(
         aside.create_or_open(new)
         aside.pin_recipe(new, folder.start_noise_multiplier)
         for kept in (
-            folder.plan, folder.data_fingerprint, folder.ledger, folder.anchor, folder.run_key,
+            folder.plan,
+            folder.data_fingerprint,
+            folder.ledger,
+            folder.anchor,
+            folder.run_key,
             folder.fixed_key_marker,
-        ):  # fmt: skip
+        ):
             if kept.exists():
                 shutil.copy2(kept, aside.private / kept.name)
         write_json(aside.pretraining_record, {**about, "joined": joined})

@@ -39,9 +39,11 @@ _CARD = "privacy_card.json"
 SAYS_WHAT_IT_SAW = ("model.json", PROVENANCE_FILE, _CARD)  # next to weights that dpdist wrote
 # Keys in a card for the public parts that its model started with (`dpdist.reports.results`).
 _PUBLIC_PART_KEYS = (
-    "initial weights trained on", "frozen classifier trained on", "frozen denoiser trained on",
+    "initial weights trained on",
+    "frozen classifier trained on",
+    "frozen denoiser trained on",
     "features by a network trained on",
-)  # fmt: skip
+)
 _PROVENANCE_TYPES = {"model": str, "records": int, "data": str, "fingerprint": str, "inputs": list}
 _FEATURES_TYPES = {
     "model": str,
@@ -51,8 +53,11 @@ _FEATURES_TYPES = {
     "files": dict,
 }
 _CARD_TYPES = {
-    "private": bool, "guarantee.epsilon": float | str, "guarantee.delta": float, "extra": dict,
-}  # fmt: skip
+    "private": bool,
+    "guarantee.epsilon": float | str,
+    "guarantee.delta": float,
+    "extra": dict,
+}
 
 
 def write_provenance(folder: Path, dataset: data.Dataset, facts: dict[str, Any]) -> None:

@@ -51,11 +51,7 @@ def init_process_group(reducer: Reducer) -> None:
         master_listen_fd=listener.detach() if listener else None,
     )
     dist.init_process_group(
-        reducer.backend,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=_TIMEOUT,
+        reducer.backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT
     )
 
 

@@ -113,7 +113,7 @@ def leave_out_unused(model: nn.Module, loss: Any, examples: tuple[Any, Tensor]) 
         warnings.warn(
             f"model: the loss does not depend on {', '.join(unused)}, so it is not trained "
             "(requires_grad is False now)",
-            stacklevel=4,
+            stacklevel=3,
         )
     return [
         name

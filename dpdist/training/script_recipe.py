@@ -166,9 +166,11 @@ _ASSUMED = (
 )
 _KINDS = {"mse": "number", "huber": "number", "bce": "labels", "multi-label-bce": "labels"}
 _ONLY = {
-    "gpus_per_worker": 0, "noise": "host",
-    "archive": None, "archive_private": False,
-}  # fmt: skip
+    "gpus_per_worker": 0,
+    "noise": "host",
+    "archive": None,
+    "archive_private": False,
+}
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,9 @@ class Script:
                     **sampling,
                 },
                 "model": {
-                    "name": self.spec.name, "options": self.spec.options, "vmap": vmap,
+                    "name": self.spec.name,
+                    "options": self.spec.options,
+                    "vmap": vmap,
                 },
                 "privacy": _plain("privacy", privacy),
                 "training": {**training, "loss": self._loss_name()},
@@ -264,7 +268,7 @@ class Script:
                 },
             },
             "PrivateTraining",
-        )  # fmt: skip
+        )
         self._check(recipe)
         return with_unit(recipe, records, self.folder)
 

@@ -214,38 +214,31 @@ class Watch:
     def __init__(self, model: nn.Module, optimizer: Optimizer, state: Sequence[Any]) -> None:
         self._model, self._optimizer = model, optimizer
         self._schedules = _Schedules(optimizer, state)
-        self._kept: dict[str, Tensor] = {}
-        self._numbers: dict[str, Any] = {}
+        self._kept: dict[str, Any] = {}
         self.remember()
 
     @torch.no_grad()
     def remember(self) -> None:
         """Save the present state as the one after the last step."""
-        kept, self._numbers = {}, {}
+        kept = {}
         for name, value in self._now():
-            if isinstance(value, Tensor):
-                old = self._kept.get(name)
-                same = old is not None and (old.shape, old.dtype) == (value.shape, value.dtype)
-                kept[name] = old.copy_(value) if same and old is not None else value.clone()
+            old = self._kept.get(name)
+            if not isinstance(value, Tensor):
+                kept[name] = value
+            elif isinstance(old, Tensor) and (old.shape, old.dtype) == (value.shape, value.dtype):
+                kept[name] = old.copy_(value)  # in its memory
             else:
-                self._numbers[name] = value
+                kept[name] = value.clone()
         self._kept = kept
         self._schedules.remember()
 
     @torch.no_grad()
     def changed(self) -> list[str]:
         """Return descriptions of the differences since then."""
-        found, seen = set(), set()
-        for name, value in self._now():
-            seen.add(name)
-            if isinstance(value, Tensor):
-                same = name in self._kept and torch.equal(self._kept[name], value)
-            else:
-                same = name in self._numbers and self._numbers[name] == value
-            if not same:
-                found.add(name.partition("/")[0])
-        for name in (self._kept.keys() | self._numbers.keys()) - seen:
-            found.add(name.partition("/")[0])
+        kept, now = self._kept, dict(self._now())
+        names = kept.keys() ^ now.keys()
+        names |= {name for name in kept.keys() & now.keys() if not _equal(kept[name], now[name])}
+        found = {name.partition("/")[0] for name in names}
         if not self._schedules.explain(settings_of(self._optimizer)):
             found.add("optimizer settings")
         return sorted(found)
@@ -257,6 +250,12 @@ class Watch:
         for place, parameter in enumerate(held):
             for name, value in self._optimizer.state.get(parameter, {}).items():
                 yield f"optimizer state/{place}.{name}", value
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return bool(one == other)
 
 
 def settings_of(optimizer: Any) -> list[dict[str, Any]]:
@@ -381,9 +380,10 @@ def form_of(model: nn.Module) -> dict[str, Any]:
             if callable(value) or isinstance(value, _PLAIN):
                 found[f"{at}{key}"] = repr(value) if isinstance(value, _PLAIN) else value
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            found[f"{at}{key}"] = None if tensor is None else (
-                tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad and id(tensor)
-            )  # fmt: skip
+            found[f"{at}{key}"] = None
+            if tensor is not None:
+                learned = tensor.requires_grad and id(tensor)
+                found[f"{at}{key}"] = tensor.shape, tensor.dtype, tensor.device, learned
     return found
 
 

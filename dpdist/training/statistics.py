@@ -248,7 +248,7 @@ def warn_if_uncounted(records: int, stages: Sequence[Stage]) -> None:
                 f"began_with: does not name {each.path}, statistics of {records:,} records that "
                 "were bought in this process: if they prepared these records, give them, or "
                 "epsilon omits them",
-                stacklevel=4,
+                stacklevel=3,
             )
 
 
@@ -443,10 +443,7 @@ def statistics(
 
 
 def _check(
-    privacy: PrivacyRecipe,
-    counted: Sequence[str],
-    user: str | None,
-    quantiles: tuple[float, float],
+    privacy: PrivacyRecipe, counted: Sequence[str], user: str | None, quantiles: tuple[float, float]
 ) -> None:
     """Raise UserError for settings that are not supported."""
     if not counted:

@@ -491,9 +491,7 @@ def restore(
     examples = partial(
         model_setup.public_examples_of_task, engine, task, job.source, model_setup.MEASURED
     )
-    loop = Loop(
-        job, step, learner, start=start, last=until, examples=examples if own else None
-    )  # fmt: skip
+    loop = Loop(job, step, learner, start=start, last=until, examples=examples if own else None)
     return loop, learner
 
 

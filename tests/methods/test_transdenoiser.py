@@ -392,7 +392,7 @@ def test_a_denoiser_does_not_move_before_a_classifier_that_saw_its_records(publi
     assert not (tmp_path / "moved").exists()
     plain = raw(public, method="dp-sgd", model={"name": "small-cnn"}, public=None)
     train(plain, RunFolder(tmp_path / "plain"))
-    with pytest.raises(UserError, match="no denoiser before a classifier"):
+    with pytest.raises(UserError, match="denoiser before a classifier"):
         join_parts(
             RunFolder(tmp_path / "plain"), "classifier", public, RunFolder(tmp_path / "moved")
         )

@@ -197,7 +197,7 @@ def test_the_commands_put_a_denoiser_before_any_classifier(dpdist, public, tmp_p
         ("d", "moved", other, "exists already"),
         ("d", "x", ("--classifier", tmp_path / "nowhere"), "nowhere: no model there"),
         ("d", "x", saved, "is a denoiser already"),
-        ("c", "x", other, "no denoiser before a classifier"),
+        ("c", "x", other, "denoiser before a classifier"),
     ):
         assert complaint in join(name, run, *parts, code=2)
     assert not (tmp_path / "x").exists() and not list(tmp_path.glob(".*"))

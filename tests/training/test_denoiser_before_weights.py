@@ -114,7 +114,7 @@ def declared(folder: Path) -> dict:
     [
         ({"input_shape": [1, 16, 16]}, r"its denoiser takes \(1, 16, 16\), digits"),
         ({"name": "evil:factory"}, "built by 'evil:factory'; a frozen part must be of the zoo"),
-        ({"hidden_noise": True}, "its denoiser has noise of its own"),
+        ({"hidden_noise": True}, "its denoiser"),
     ],
 )
 def test_another_denoiser_is_refused_before_training(weights, tmp_path, change, said):
