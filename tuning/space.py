@@ -203,8 +203,6 @@ def _set_field(raw: dict[str, Any], dotted: str, value: Any, context: str) -> No
             raise UserError(
                 f"{context}: the recipe has no {'.'.join(parents[: depth + 1])} section"
             )
-    if last not in section and parents != ["model", "options"]:
-        raise UserError(f"{context}: the recipe has no such field")
     section[last] = copy.deepcopy(value)
 
 

@@ -54,12 +54,12 @@ def check_trainer(trainer: Any) -> None:
     if count != 1 or kind != "SingleDeviceStrategy":
         raise UserError(
             f"trainer.devices: must be 1, without a strategy of several, got {count} ({kind}): "
-            "give Trainer(devices=1), or take dpdist.PrivateTraining for several workers"
+            "give Trainer(devices=1), or use dpdist.PrivateTraining for several workers"
         )
     if trainer.precision != "32-true":
         raise UserError(
             f"trainer.precision: must be 32-true, got {trainer.precision}: a scale that follows "
-            "overflows would tell of private records"
+            "overflows would reveal private records"
         )
 
 
@@ -83,12 +83,12 @@ def _check_module(module: Any) -> None:
     if not isinstance(module, pytorch.LightningModule):
         raise UserError(
             f"module: must be a lightning.pytorch.LightningModule, got {type(module).__name__}: "
-            "import it from there; a bare module goes into dpdist.PrivateTraining"
+            "import it from there, or give a bare module to dpdist.PrivateTraining"
         )
     if not module.automatic_optimization:
         raise UserError(
             "module.automatic_optimization: must be True, got False: a training_step that steps "
-            "optimizers itself is not run; take dpdist.PrivateTraining"
+            "optimizers itself is not run; use dpdist.PrivateTraining"
         )
     for name in _HOOKS:
         if _overriding.is_overridden(name, module, parent=pytorch.LightningModule):
@@ -159,7 +159,7 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
     Guarantee: the run is (epsilon, delta)-differentially private as `guarantee` states, for
     everything that was released so far. A step is `dpdist.PrivateTraining.step` on the private
     records; the Trainer's batches are numbers of steps. Logged are released values: learning rate,
-    the noisy sum's norm, epsilon and paid scores, never a loss. The same script continues the run
+    the noisy sum's norm, epsilon and noisy scores, never a loss. The same script continues the run
     in `folder`.
 
     Args:
@@ -235,13 +235,6 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
         _check_module(module)
         self.automatic_optimization = False
         self._held = (module,)  # a tuple: outside the module tree, so Lightning sees no weights
-        if data is None and not _overriding.is_overridden(
-            "train_dataloader", module, parent=pytorch.LightningModule
-        ):
-            raise UserError(
-                "data: must be the private records, got None: give (X, y), a data set, or a "
-                "module with a train_dataloader"
-            )
         self._records = as_records(module.train_dataloader() if data is None else data)
         if public_eval:
             self._records.assumed = (*self._records.assumed, PUBLIC_VALIDATION)

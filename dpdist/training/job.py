@@ -167,8 +167,8 @@ class CheckedTraining:
 def check_training(recipe: Recipe, folder: RunFolder, context: str) -> CheckedTraining:
     """Check everything that can be checked, and write nothing.
 
-    A continued run reads its plan back, so that it executes the same one. `context` begins the
-    complaints. Raises UserError.
+    A continued run reads its plan, so that it executes the same one. context: begins error
+    messages. Raises UserError.
     """
     if folder.search_recipe_file.exists():
         raise DifferentRecipeError(
@@ -213,7 +213,7 @@ def _checked(recipe: Recipe, context: str) -> tuple[data.Dataset, dict[str, Any]
         raise field_error(context, "resources.workers", rule, recipe.resources.worker_count_text)
     _check_resources(recipe, context)
     models.check_name(recipe.model.name)
-    from dpdist.training.model_setup import check_model  # loads torch: all else is refused before
+    from dpdist.training.model_setup import check_model  # loads torch, so it comes last
 
     return dataset, pretrained, check_model(recipe, dataset)
 

@@ -255,7 +255,7 @@ def describe_seen(
         return None
     card = card_of_release(folder) or read_json(folder / _CARD, _CARD_TYPES)
     if card["extra"].get("model hash") != model:
-        raise UserError(f"{context}: the model is not the one that {_CARD} speaks of")
+        raise UserError(f"{context}: the model is not the one of {_CARD}")
     return _describe_released(card, private, context, compared)
 
 
@@ -369,7 +369,7 @@ def _read_seen_records(folder: Path) -> RecordHashes:
 def _describe_pretrained(folder: Path, model: str, context: str, compared: bool) -> dict[str, Any]:
     written = read_json(folder / PROVENANCE_FILE, _PROVENANCE_TYPES)
     if written["model"] != model:
-        raise UserError(f"{context}: the model is not the one that {PROVENANCE_FILE} speaks of")
+        raise UserError(f"{context}: the model is not the one of {PROVENANCE_FILE}")
     how, assumed = "none of them is among the private records (compared by content)", None
     if not compared:
         shape = "x".join(map(str, written["inputs"]))

@@ -237,12 +237,12 @@ def replace_head(model: nn.Module, spec: ModelSpec, seed: int) -> nn.Module:
     fresh = models.initialize(spec, seed)
     own, trained = fresh.state_dict(), model.state_dict()
     copied = {n: v for n, v in trained.items() if n in own and own[n].shape == v.shape}
-    behind = [n for n in own if spec.denoiser is None or n.startswith(f"{models.CLASSIFIER}.")]
-    fits = copied.keys() & behind
-    if len(fits) < len(behind) / 2:
+    wanted = [n for n in own if spec.denoiser is None or n.startswith(f"{models.CLASSIFIER}.")]
+    fits = copied.keys() & wanted
+    if len(fits) < len(wanted) / 2:
         raise UserError(
             f"public.data: other classes than the private data's, and of {spec.name} only "
-            f"{len(fits)} of {len(behind)} tensors have the same shape for both"
+            f"{len(fits)} of {len(wanted)} tensors have the same shape for both"
         )
     fresh.load_state_dict(copied, strict=False)
     return fresh

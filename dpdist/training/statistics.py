@@ -319,7 +319,7 @@ class Statistics(Preprocessing):
         guarantee: the `Guarantee` of only the statistics.
         columns: by name, the rules with their constants, as dicts of JSON values, for
             `dpdist.Preprocessing` or a recipe.
-        missing: by name, the share of missing cells, a float from 0 to 1.
+        missing: by name, the fraction of missing cells, a float from 0 to 1.
         num_records: number of the table's rows, an int.
 
     Example:
@@ -372,7 +372,7 @@ def statistics(
         folder: folder of the statistics, created if it does not exist.
         user: column that says whom a record belongs to; required with unit: user. A user adds the
             mean of its records, however many it has.
-        quantiles: the shares of a column's numbers below the range, and up to its end; an end that
+        quantiles: fractions of a column's numbers below the range, and up to its end; an end that
             the noise hides is put further inside.
 
     Returns:

@@ -358,7 +358,7 @@ def test_a_released_classifier_brings_its_card(public, tmp_path):
         prepare(parse_recipe(raw(copy), "test"), RunFolder(tmp_path / "other"), "test")
     del card["extra"]["model hash"]
     (copy / "privacy_card.json").write_text(json.dumps(card))
-    with pytest.raises(UserError, match=r"not the one that privacy_card\.json speaks of"):
+    with pytest.raises(UserError, match=r"privacy_card\.json"):
         prepare(parse_recipe(raw(copy), "test"), RunFolder(tmp_path / "other"), "test")
 
 
@@ -371,7 +371,7 @@ def test_the_classifier_may_not_change_under_a_run(public, tmp_path):
     with torch.no_grad():
         next(module.parameters()).add_(1)
     models.save(module, spec, copy)
-    with pytest.raises(UserError, match=r"the model is not the one that provenance\.json speaks"):
+    with pytest.raises(UserError, match=r"provenance\.json"):
         prepare(recipe, folder, "test")
     written = json.loads((copy / PROVENANCE_FILE).read_text())
     written["model"] = models.model_hash(copy)
