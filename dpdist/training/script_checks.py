@@ -143,7 +143,7 @@ def by_unit(recipe: Recipe, records: Records, argument: str = "data") -> Records
     if recipe.user_unit is None:
         return records
     units = units_of(records)
-    if not _names_units(records):
+    if units == list(range(len(records))):
         raise UserError(
             f"{argument}: must name the user of each record with privacy unit: user, has each as "
             "its own unit: give dpdist.as_records(data, unit=...), or a class with unit_id",
