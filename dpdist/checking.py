@@ -1,7 +1,7 @@
-"""List what private training would refuse of a script's objects, all at once: `dpdist.check`.
+"""List what private training would not accept of a script's objects, all at once: `dpdist.check`.
 
-The checks are those of `PrivateTraining`, made on copies and on invented examples. Where a layer
-mixes examples, the rest is checked on what `dpdist.prepare` makes of the model.
+The checks are those of `PrivateTraining`, on copies and invented examples. If a layer mixes
+examples, the rest is checked on the model that `dpdist.prepare` returns.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ from dpdist.training.script_learner import EXAMPLES
 
 _T = TypeVar("_T")
 _ANY_SETTINGS: dict[str, Any] = {
-    "privacy": {"noise_multiplier": 1.0, "delta": 1e-5}, "batch_size": 1, "steps": 1,
-}  # fmt: skip
+    "privacy": {"noise_multiplier": 1.0, "delta": 1e-5},
+    "batch_size": 1,
+    "steps": 1,
+}
 _OF_THE_PLAN = ("privacy", "batch_size", "steps", "epochs", "class_sampling", "class_counts")
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The findings of `dpdist.check`: true if training would start; printed, a list.
+    """Hold the findings of `dpdist.check`: true if training would start; printed as a list.
 
     Attributes:
         problems: what `PrivateTraining` would not accept, each with what to do, a tuple of str;
@@ -137,7 +139,7 @@ def check(
 
 
 class _Problems:
-    """The messages of the checks so far."""
+    """Collect the messages of the checks."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
@@ -148,7 +150,7 @@ class _Problems:
         ]
 
     def of(self, look: Callable[[], _T]) -> _T | None:
-        """Return what a check returns; None where it raises UserError, which is added."""
+        """Return what a check returns; None if it raises UserError, which is added."""
         try:
             return look()
         except UserError as error:
@@ -159,11 +161,11 @@ class _Problems:
 def _settings(
     options: Mapping[str, Any], records: Records | None, problems: _Problems
 ) -> dict[str, Any]:
-    """Return settings of a plan in place of those that are missing or make none."""
+    """Return settings that replace missing ones, or those without a plan."""
     given = {name: options[name] for name in _OF_THE_PLAN if name in options}
     if "privacy" in given and "batch_size" in given:
         before = len(problems.found)
-        size = given["batch_size"]  # fits where the records cannot be counted
+        size = given["batch_size"]  # fits if the records cannot be counted
         count = max(2, size if records is None and isinstance(size, int) else len(records or ()))
         problems.of(lambda: estimate(nn.Linear(1, 1), count, **given))
         if len(problems.found) == before:
@@ -175,9 +177,9 @@ def _settings(
 def _copies(
     model: nn.Module, given: tuple[nn.Module, Optimizer, list[Any]] | None, problems: _Problems
 ) -> tuple[nn.Module, Optimizer, list[Any]] | None:
-    """Return copies of model, optimizer and state, made ready by `dpdist.prepare` where needed.
+    """Return copies of model, optimizer and state, prepared by `dpdist.prepare` if needed.
 
-    Without a given optimizer that fits, a plain one stands in for it.
+    Without a given optimizer that fits, a plain one is used.
     """
     if given is not None:
         return copy.deepcopy(given)
@@ -197,7 +199,7 @@ def _build(
     options: Mapping[str, Any],
     problems: _Problems,
 ) -> list[str]:
-    """Build a training of the copies, which begins no run; return what it warned of."""
+    """Build a training of the copies, without a run; return its warnings."""
     model, optimizer, state = copied
     with warnings.catch_warnings(record=True) as warned, tempfile.TemporaryDirectory() as place:
         warnings.simplefilter("always")
@@ -206,7 +208,7 @@ def _build(
         built = problems.of(
             lambda: PrivateTraining(model, optimizer, records, folder=folder, **given)
         )
-        if built is None:  # what comes after the first refusal
+        if built is None:  # check what comes after the first error
             problems.of(lambda: _screen(model, loss, records, bool(options.get("vmap"))))
             if public is not None:
                 kind = "number" if public.examples(1)[1].is_floating_point() else "class"
@@ -215,7 +217,7 @@ def _build(
 
 
 def _screen(model: nn.Module, loss: Any, records: Records, vmap: bool) -> None:
-    """Raise UserError where the model or the loss cannot be clipped record by record."""
+    """Raise UserError if the model or the loss cannot be clipped record by record."""
     device = device_of(model)
     inputs, targets = records.examples(EXAMPLES)
     engine = GradientEngine(model, objective_of(loss), clipping=FlatClipping(1.0), vmap=vmap)

@@ -1,6 +1,6 @@
 """Load the model of a run and measure its accuracy on the named test data.
 
-Every other part of dpdist that needs a run's model takes it from here.
+Every other part of dpdist that needs a run's model loads it by this module.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from dpdist.training.records import data_source, load_test_records
 if TYPE_CHECKING:
     import torch
 
-_BATCH, _DOCUMENT_BATCH_SIZE = 1000, 100  # inputs at once; documents
-_NUMBERS = 2**24  # of a batch of inputs
-_MAX_IMAGE_SIDE = 96  # of an image in a report, at most
+_BATCH, _DOCUMENT_BATCH_SIZE = 1000, 100  # inputs in a batch; documents
+_NUMBERS = 2**24  # at most, in a batch of inputs
+_MAX_IMAGE_SIDE = 96  # at most, of an image in a report
 
 
 def require_model(recipe: Recipe, folder: RunFolder) -> str:
     """Return the hash of a finished run's model.
 
-    Raises UserError unless the model may be used and is there as it was trained."""
+    Raises UserError unless the model may be used and is the one that was trained.
+    """
     trained = folder.require_trained()
     if recipe.method.capabilities.not_releasable_reason is not None:
         raise UserError(f"{folder.path}: {recipe.method.capabilities.not_releasable_reason}")
@@ -45,30 +46,28 @@ def require_model(recipe: Recipe, folder: RunFolder) -> str:
     if models.model_hash(folder.model_folder) != own:
         raise UserError(
             f"{folder.model_folder}: is not the model that this run trained (one of its files was "
-            "damaged or replaced), and its guarantee does not speak of it; put the trained model "
-            "back"
+            "damaged or replaced), and has no guarantee; restore the trained model"
         )
     return own
 
 
 def load_subject(recipe: Recipe, folder: RunFolder) -> Subject:
-    """Load and hash the run's trained model once; its own recipe names the factory, so that is
-    trusted."""
+    """Return the run's trained model with its hash; its own recipe names the trusted factory."""
     digest = require_model(recipe, folder)
     return Subject.load(folder.model_folder, recipe.model.name, digest)
 
 
 def load_model(recipe: Recipe, folder: RunFolder) -> torch.nn.Module:
-    """Return the run's trained model, as `load_subject`."""
+    """Return the run's trained model."""
     return load_subject(recipe, folder).model
 
 
 def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
-    """Clean accuracy on the test split, into evaluation.json; of documents, of all their next
-    tokens; of targets that are no classes, the measures that fit (`MEASURES`).
+    """Write the accuracy on the test split into evaluation.json.
 
-    A model with noise of its own answers by its mean scores over a few fresh draws of it. Where
-    answers are paid for, the first few test inputs are asked about, or none.
+    For documents it is that of all next tokens; for targets that are not classes, there are other
+    measures (`MEASURES`). A model with its own noise answers by its mean scores over a few samples
+    of it. If answers have a privacy cost, only the first few test inputs are used, or none.
     """
     if folder.evaluation.exists() or recipe.method.capabilities.max_evaluation_queries == 0:
         return
@@ -93,7 +92,7 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
     with torch.inference_mode():
         if dataset.predicts_next_token:
             found = _evaluate_next_tokens(dataset, answer)
-        else:  # paid answers are classes, and have no probabilities
+        else:  # answers with a privacy cost are classes, without probabilities
             found = _evaluate_labels(dataset, answer, users, "model" in about)
         if model is not None and recipe.model.initial is not None and dataset.predicts_next_token:
             about |= _base_perplexity(dataset, model)
@@ -118,11 +117,11 @@ def _perplexity(loss: float, asked: int) -> float | None:
 
 
 def _base_perplexity(dataset: Dataset, model: torch.nn.Module) -> dict[str, float]:
-    """Return the perplexity of a model's public base, where adapters alone were trained in it."""
+    """Return the perplexity of a model's public base, if only adapters were trained in it."""
     adapter = models.Adapter.of(model)
     if adapter is None or adapter.outside is not None:
         return {}
-    if getattr(adapter.config, "bias", "none") != "none":  # the base's own, which stay when off
+    if getattr(adapter.config, "bias", "none") != "none":  # trained biases are not switched off
         return {}
     with models.without_adapters(model):
         found = _evaluate_next_tokens(dataset, lambda inputs, start: model(inputs))
@@ -130,7 +129,7 @@ def _base_perplexity(dataset: Dataset, model: torch.nn.Module) -> dict[str, floa
     return {} if perplexity is None else {"base_perplexity": perplexity}
 
 
-# inputs that begin at a place: scores
+# From inputs and the position of the first one to their scores.
 _ScoreFunction = Callable[["torch.Tensor", int], "torch.Tensor"]
 
 
@@ -140,8 +139,10 @@ def _evaluate_labels(
     users: np.ndarray | None = None,
     are_scores: bool = True,
 ) -> dict[str, Any]:
-    """Which inputs are classified wrongly, or not at all (logits that are not finite), the sum of
-    their cross-entropies, and further metrics where outputs are scores."""
+    """Return counts by class, the incorrect inputs, the sum of cross-entropies and metrics.
+
+    Logits that are not finite are incorrect. are_scores: whether outputs are scores, for metrics.
+    """
     import torch
 
     from dpdist.core.metrics import class_metrics
@@ -149,7 +150,7 @@ def _evaluate_labels(
     wrong: list[int] = []
     scores, labels = list[np.ndarray](), list[np.ndarray]()
     loss = 0.0
-    seen = torch.zeros(2, dataset.classes, dtype=torch.int64)  # of each class: inputs, and missed
+    seen = torch.zeros(2, dataset.classes, dtype=torch.int64)  # by class: inputs, and errors
     batch = max(1, min(_BATCH, _NUMBERS // math.prod(dataset.input_shape)))
     for start in range(0, len(dataset), batch):
         rows = slice(start, start + batch)
@@ -169,13 +170,13 @@ def _evaluate_labels(
         **({"metrics": metrics} if metrics else {}),
         "loss": loss,
         "correct": len(dataset) - len(wrong),
-        "wrong": " ".join(map(str, wrong)),  # which inputs: two runs are compared by input
-        "by_class": torch.stack([seen[0], seen[0] - seen[1]], 1).tolist(),  # inputs, right
+        "wrong": " ".join(map(str, wrong)),  # positions, so that two runs can be compared by input
+        "by_class": torch.stack([seen[0], seen[0] - seen[1]], 1).tolist(),  # inputs, correct
     }
 
 
 def _measured(dataset: Dataset, answer: _ScoreFunction, users: np.ndarray | None) -> dict[str, Any]:
-    """Return the test split's measures by name, of numbers or of labels, and further metrics."""
+    """Return the test split's measures by name, for numbers or labels, and further metrics."""
     import torch
 
     from dpdist.core.metrics import error_metrics
@@ -194,14 +195,14 @@ def _measured(dataset: Dataset, answer: _ScoreFunction, users: np.ndarray | None
             right = (outputs.isfinite()) & ((outputs > 0) == (targets > 0))
             first, second = first + right.sum(), second + right.all(1).sum()
     values = len(dataset) * dataset.classes
-    shares = float(first) / values, float(second) / (values if number else len(dataset))
-    measures = dict(zip(MEASURES[dataset.target_kind], map(finite_or_none, shares), strict=True))
+    means = float(first) / values, float(second) / (values if number else len(dataset))
+    measures = dict(zip(MEASURES[dataset.target_kind], map(finite_or_none, means), strict=True))
     metrics = error_metrics(np.concatenate(squared), users) if squared else {}
     return {"measures": measures, **({"metrics": metrics} if metrics else {})}
 
 
 def _evaluate_next_tokens(dataset: Dataset, score_inputs: _ScoreFunction) -> dict[str, Any]:
-    """How many of all next tokens are said rightly, and the sum of their cross-entropies."""
+    """Return how many of all next tokens are correct, and the sum of their cross-entropies."""
     import torch
 
     asked = correct = 0
@@ -215,15 +216,16 @@ def _evaluate_next_tokens(dataset: Dataset, score_inputs: _ScoreFunction) -> dic
         correct += int((models.predicted_classes(outputs) == targets).sum())
         loss += float(torch.nn.functional.cross_entropy(outputs, targets, reduction="sum"))
     if not asked:
-        raise UserError(f"{dataset.name}: no document of its test split has a second token to tell")
+        raise UserError(f"{dataset.name}: no document of its test split has a second token")
     return {"asked": asked, "loss": loss, "correct": correct, "next_tokens": asked}
 
 
 def _scoring_function(
     recipe: Recipe, folder: RunFolder, dataset: Dataset
 ) -> tuple[int, _ScoreFunction, dict[str, Any], torch.nn.Module | None]:
-    """How many of the inputs may be asked about, from the first on; scores of inputs that begin at
-    a place in the data; what the evaluation says of them; and the model, where it draws nothing."""
+    """Return the number of inputs to evaluate, the score function, keys of the evaluation, and the
+    model if it draws no random numbers.
+    """
     if recipe.method.capabilities.not_releasable_reason is not None:
         from dpdist.training.ensembles import QueryOracle
 
@@ -247,7 +249,7 @@ def _scoring_function(
 
 
 def data_units_row(recipe: Recipe, test: Dataset) -> list[tuple[str, str]]:
-    """Return a row of the range of a public test split beside sigma; none of texts."""
+    """Return a row with the range of a public test split next to sigma; no row for texts."""
     if recipe.data.text is not None:
         return []
     sigma = None if recipe.certify is None else recipe.certify.sigma
@@ -260,7 +262,7 @@ def data_units_row(recipe: Recipe, test: Dataset) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class SplitImages:
-    """The test split as images, for a report that may show them."""
+    """Give a report the test split as images."""
 
     dataset: Dataset
 
@@ -269,9 +271,9 @@ class SplitImages:
         return self.dataset.fingerprint
 
     def png(self, index: int) -> bytes:
-        """One input, no larger than it need be. Raises UserError where there is no such input."""
+        """Return one input as a small PNG image. Raises UserError for an unknown index."""
         if not 0 <= index < len(self.dataset):
-            raise UserError(f"{self.dataset.name}: has {len(self.dataset):,} inputs, no {index}")
+            raise UserError(f"{self.dataset.name}: has {len(self.dataset):,} inputs, not {index}")
         from PIL import Image
 
         pixels = self.dataset.batch(slice(index, index + 1))[0].clamp(0, 1)
@@ -284,7 +286,7 @@ class SplitImages:
 
 
 def split_images(recipe: Recipe) -> SplitImages | str:
-    """The images of the test split, or why there are none to show."""
+    """Return the images of the test split, or why there are no images to show."""
     if recipe.canary_audit is not None:
         return "canaries of an audit may be among the test inputs"
     try:
@@ -293,5 +295,5 @@ def split_images(recipe: Recipe) -> SplitImages | str:
         return "the test data are not here, or cannot be read"
     shape = dataset.input_shape
     if len(shape) != 3 or shape[0] not in (1, 3):
-        return "the test inputs are no images"
+        return "the test inputs are not images"
     return SplitImages(dataset)

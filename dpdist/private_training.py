@@ -2,9 +2,8 @@
 
 It is a run like any other: the plan of a recipe, its ledger, the same loop and `PrivateStep`,
 checkpoints and a run folder. The script gives the module, the optimizer, the records and the loss,
-and its lines stand around the steps. What the script does between two steps is post-processing as
-long as it uses nothing but released fields of what `step` returned; what can be seen of the rest is
-on the card.
+and takes the steps. What the script does between two steps is post-processing as long as it uses
+only released fields of what `step` returned; other detected changes are on the card.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import json
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -30,7 +29,7 @@ from dpdist.core.console import Row, format_table
 from dpdist.core.errors import UserError
 from dpdist.core.script_errors import TrainingInterrupted, unfinished
 from dpdist.data.adapters import as_records
-from dpdist.data.overlap import single_records
+from dpdist.data.overlap import count_common, single_records
 from dpdist.data.protocol import Records
 from dpdist.evaluation import evaluate_stage
 from dpdist.gradients.engine import GradientEngine
@@ -43,13 +42,13 @@ from dpdist.models.factory_code import code_digest_of
 from dpdist.privacy.guarantee import FIXED_KEY, Guarantee, format_epsilon
 from dpdist.privacy.ledger import JournalBusy, Ledger, ReplayConflict
 from dpdist.randomness.keys import derive_key
+from dpdist.reports.plots import plot_history
 from dpdist.reports.results import read_stage, stage_of_card
 from dpdist.reports.tracking import check_script_tracker, track_script
 from dpdist.runs.charging import charged, check_charge
 from dpdist.runs.folder import RunFolder, complete_checkpoints, open_run
 from dpdist.runs.recipe import Recipe, resolve_plan
-from dpdist.script_views import PublicViews
-from dpdist.training.collectives import Workers, refused_by_all
+from dpdist.training.collectives import Workers
 from dpdist.training.estimate import optimizer_of
 from dpdist.training.job import (
     CheckedTraining,
@@ -85,7 +84,7 @@ from dpdist.training.script_checks import (
     scored_by_unit,
     store_public,
 )
-from dpdist.training.script_history import History
+from dpdist.training.script_history import History, Metric, as_table, evaluate_public, named_metric
 from dpdist.training.script_learner import EXAMPLES, ScriptLearner
 from dpdist.training.script_recipe import Script, are_pairs, spec_of
 from dpdist.training.script_state import kept_buffers
@@ -94,12 +93,12 @@ from dpdist.training.statistics import read_statistics_stage, warn_if_uncounted
 from dpdist.training.trained_weights import check_first_weights, mark_trained
 from dpdist.training.worker import Attempt, method_state_digest, replay_fingerprint
 
-# --- what a step tells ------------------------------------------------------------------------
+# --- the report of a step ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """The public and released values of one step of `dpdist.PrivateTraining`.
+    """Hold the public and released values of one step of `dpdist.PrivateTraining`.
 
     Guarantee: all fields except `private` follow from released values and public settings, so a
     loop may print them and depend on them at no further privacy cost.
@@ -156,7 +155,7 @@ class StepReport:
         return self._so_far()
 
     def __str__(self) -> str:
-        """Return the released values in a line."""
+        """Return the released values in one line."""
         scored = "" if self.score is None else f", score {self.score:.4g}"
         fixed = f"{FIXED_KEY}, " if self._guarantee.fixed_key else ""
         return (
@@ -168,20 +167,19 @@ class StepReport:
 # --- the training -----------------------------------------------------------------------------
 
 
-_CONTEXT = "PrivateTraining"  # in complaints about its settings
-_FINGERPRINT = "fingerprint of a script's records"  # purpose of its key
-_open: dict[Path, weakref.ref[PrivateTraining]] = {}  # of this process, which train
+_CONTEXT = "PrivateTraining"  # in error messages about its settings
+_open: dict[Path, weakref.ref[PrivateTraining]] = {}  # trainings of this process, by run folder
 
 
-IN_SEARCH = ContextVar("IN_SEARCH", default=False)  # whether a search makes trainings
+IN_SEARCH = ContextVar("IN_SEARCH", default=False)  # whether a search builds trainings
 
 
 class RunBusyError(UserError):
-    """Another process trains the run."""
+    """A different process trains the run."""
 
 
-class PrivateTraining(PublicViews):
-    """A private training of your own module, by your own optimizer, in your own loop.
+class PrivateTraining:
+    """Train your own module privately, by your own optimizer, in your own loop.
 
     Guarantee: the run is (epsilon, delta)-differentially private as `guarantee` states, for
     everything released so far. Each step takes a keyed Poisson sample, clips every record's
@@ -269,9 +267,9 @@ class PrivateTraining(PublicViews):
 
     _started = False  # the run's folder is there, and its ledger
     _scored: PrivateScore | None = None
-    _workers: Workers
+    _compared = ""  # fingerprint of the public records last compared with the private ones
+    _later = False  # the last step leaves the end to `finish`
 
-    @refused_by_all
     def __init__(
         self,
         model: nn.Module,
@@ -299,62 +297,72 @@ class PrivateTraining(PublicViews):
         trackers: Sequence[str] = (),
         autocast: bool = False,
     ) -> None:
-        check_model(model)
-        check_optimizer(optimizer, model)
-        self.model, self.optimizer, self.state = model, optimizer, list(state)
-        stages = _stages(began_with)
-        self.run, self._private_metrics, self._loss = _run_folder(folder), private_metrics, loss
-        self._autocast = autocast
-        self._records = as_records(data)
-        warn_if_uncounted(len(self._records), stages)
-        self._device = next(model.parameters()).device
-        examples = self._examples(EXAMPLES)
-        unused = leave_out_unused(model, loss, examples)
-        self._learner = ScriptLearner(model, optimizer, state, self._workers, self._records)
-        self._public = None if eval_data is None else as_records(eval_data, name="eval_data")
-        self._learner.spec = spec = spec_of(model, factory, examples, loss)
-        check_what_is_learned(self._records, loss, model, spec.classes)
-        self._script = Script(
-            model, spec, optimizer, loss, self._records, self.run, eval_data is not None, stages,
-            unused, autocast,
-        )  # fmt: skip
-        live = {path: each.model if (each := ref()) and each.steps_taken else None
-                for path, ref in _open.items()}  # fmt: skip
-        named = [place for each in stages for place in each.places]
-        check_first_weights(model, self.run, live, named, are_pairs(examples[0]))
-        recipe = self._script.recipe(
-            self._workers, privacy, resources,
-            {"batch_size": batch_size, "steps": steps, "epochs": epochs,
-             "reproducible": reproducible},
-            {"class_sampling": class_sampling or {}, "class_counts": class_counts or {},
-             "importance_weights": importance_weights},
-            vmap=vmap, certify=certify,
-        )  # fmt: skip
-        self._records = by_unit(recipe, self._records)
-        self._engine = self._engine_of(recipe, examples)
-        self._learner.check_form()
-        self._done, self._inside, self._loop, self._stack = 0, False, None, ExitStack()
-        self._asked: list[bool] = []  # of Ctrl-C, until all workers know
-        self.trackers = [check_script_tracker(each, self.run) for each in trackers]
-        if recipe.privacy.run_key is not None:
-            warnings.warn(
-                "privacy.run_key: is fixed, so this run is NOT PRIVATE (whoever knows the key can "
-                "subtract the noise); leave it out outside of tests",
-                stacklevel=3,
+        self._workers = Workers.of_this_process()
+        with self._workers.sharing_errors():
+            check_model(model)
+            check_optimizer(optimizer, model)
+            self.model, self.optimizer, self.state = model, optimizer, list(state)
+            stages = _stages(began_with)
+            self.run, self._private_metrics, self._loss = _run_folder(folder), private_metrics, loss
+            self._autocast = autocast
+            self._records = as_records(data)
+            warn_if_uncounted(len(self._records), stages)
+            self._device = next(model.parameters()).device
+            examples = self._examples(EXAMPLES)
+            unused = leave_out_unused(model, loss, examples)
+            self._learner = ScriptLearner(model, optimizer, state, self._workers, self._records)
+            self._public = None if eval_data is None else as_records(eval_data, name="eval_data")
+            self._learner.spec = spec = spec_of(model, factory, examples, loss)
+            check_what_is_learned(self._records, loss, model, spec.classes)
+            has_public = eval_data is not None
+            self._script = Script(
+                model, spec, optimizer, loss, self._records, self.run, has_public, stages, unused,
+                autocast,
+            )  # fmt: skip
+            live = {
+                path: each.model if (each := ref()) and each.steps_taken else None
+                for path, ref in _open.items()
+            }
+            named = [place for each in stages for place in each.places]
+            check_first_weights(model, self.run, live, named, are_pairs(examples[0]))
+            section = {
+                "batch_size": batch_size,
+                "steps": steps,
+                "epochs": epochs,
+                "reproducible": reproducible,
+            }
+            sampling = {
+                "class_sampling": class_sampling or {},
+                "class_counts": class_counts or {},
+                "importance_weights": importance_weights,
+            }
+            recipe = self._script.recipe(
+                self._workers, privacy, resources, section, sampling, vmap=vmap, certify=certify
             )
-        self._planned(with_kept_score(recipe, self.run))
-        if any(each["goes on"] for each in self._workers.agree(**{"goes on": self._continued})):
-            self._begin()
-        else:
-            _check_same_start(self)
+            self._records = by_unit(recipe, self._records)
+            self._engine = self._engine_of(recipe, examples)
+            self._learner.check_form()
+            self._done, self._inside, self._loop, self._stack = 0, False, None, ExitStack()
+            self._asked: list[bool] = []  # of Ctrl-C, until all workers know
+            self.trackers = [check_script_tracker(each, self.run) for each in trackers]
+            if recipe.privacy.run_key is not None:
+                warnings.warn(
+                    "privacy.run_key: is fixed, so this run is NOT PRIVATE (who knows the key can "
+                    "subtract the noise); leave it out outside of tests",
+                    stacklevel=2,
+                )
+            self._planned(with_kept_score(recipe, self.run))
+            if any(each["continued"] for each in self._workers.agree(continued=self._continued)):
+                self._begin()
+            else:
+                _check_same_start(self)
 
     # --- start-up
 
     def _examples(self, count: int) -> tuple[Any, Tensor]:
         """Return invented inputs and targets, on the model's device."""
         inputs, targets = self._records.examples(count)
-        there = each_tensor(lambda each: each.to(self._device), inputs)
-        return there, targets.to(self._device)
+        return each_tensor(lambda each: each.to(self._device), inputs), targets.to(self._device)
 
     def _engine_of(self, recipe: Recipe, examples: tuple[Any, Tensor]) -> GradientEngine:
         """Return the gradient engine, checked on invented examples. Raises UserError."""
@@ -367,12 +375,12 @@ class PrivateTraining(PublicViews):
             few = take(examples[0], slice(2)), examples[1][:2]
             with keyed_draws(SYNTHETIC_KEY, self._device), torch.no_grad():
                 checked_losses(self.model, objective, *few)
-            # Worker 0 screens for all: `_check_same_start` compares their models and settings.
+            # Worker 0 screens for all: `_check_same_start` compares models and settings.
             (engine.validate if self._workers.first else engine.prepare)(*examples)
         return engine
 
     def _planned(self, recipe: Recipe) -> None:
-        """Find the plan that a recipe makes, or that the run was begun with; write nothing."""
+        """Set the plan of a recipe, or of the run that was started; write nothing."""
         folder, records = self.run, self._records
         noise: float | None = None
         continued = folder.check_same_recipe(recipe)
@@ -398,8 +406,8 @@ class PrivateTraining(PublicViews):
         self._continued = continued and folder.plan.exists()
 
     def _begin(self) -> None:
-        """Begin the run, or take over what it left; refuse before anything is written."""
-        if self.run.plan.exists() != self._continued:  # another start of it was faster
+        """Start the run, or continue it; errors come before anything is written."""
+        if self.run.plan.exists() != self._continued:  # a different process started it first
             self._planned(self._recipe)
         folder, learner = self.run, self._learner
         run_key = self._begin_run()
@@ -413,7 +421,7 @@ class PrivateTraining(PublicViews):
         self._workers.check_same({"checkpoint": str(self._done), **learner.digests("checkpoint")})
         if folder.training_summary.exists():
             if self._hashed is not None and self._workers.first:  # a crash may have left it open
-                with self._charged(self._hashed):
+                with charged(self._recipe, self.plan, folder, self._hashed, _CONTEXT):
                     pass
             self._evaluate_public()
             return
@@ -423,11 +431,11 @@ class PrivateTraining(PublicViews):
             tell_resumed(self._done, sum(step >= self._done for step in self._before))
         if not complete_checkpoints(folder.checkpoints):
             self._save()
-        if not self.remaining_steps:  # it ended before it could say so
+        if not self.remaining_steps:  # it ended before it wrote its summary
             self._finish()
 
     def _begin_run(self) -> bytes:
-        """Write a new run down, on all workers the same, and return its key. Raises UserError."""
+        """Write a new run, the same on all workers, and return its key. Raises UserError."""
         recipe, folder, records = self._recipe, self.run, self._records
         _check_same_start(self)
         chosen = choose_run_key(recipe, folder) if self._workers.first else None
@@ -446,8 +454,8 @@ class PrivateTraining(PublicViews):
         self._workers.agree()  # worker 0 has written
         if not folder.run_key.exists() or _records_key(folder.read_run_key()) != records_key:
             raise UserError(
-                f"folder: {folder.path}: holds another run than worker 0 began: give one on shared "
-                "storage, and let no other process begin this run"
+                f"folder: {folder.path}: contains another run than worker 0 began: give one on "
+                "shared storage, and let no other process start this run"
             )
         self.plan = self._learner.plan = folder.read_plan()
         self._fingerprint = told
@@ -455,7 +463,7 @@ class PrivateTraining(PublicViews):
         return folder.read_run_key()
 
     def _attempt(self, key: bytes) -> None:
-        """Begin an attempt in the ledger, and the loop that takes its steps."""
+        """Start an attempt in the ledger, and the loop that takes its steps."""
         job, plan, folder, workers = self._job, self.plan, self.run, self._workers
         reducer = workers.reducer_on(self._device)
         _take_over(folder.path, self)
@@ -468,12 +476,14 @@ class PrivateTraining(PublicViews):
         try:
             if workers.first:
                 if self._hashed is not None:
-                    self._stack.enter_context(self._charged(self._hashed))
+                    self._stack.enter_context(
+                        charged(self._recipe, plan, folder, self._hashed, _CONTEXT)
+                    )
                 held = Attempt.open_ledger(job, self._stack, identity, self._done)
         except JournalBusy:
             raise RunBusyError(
                 f"folder: {folder.path}: another process trains this run; wait for it, or end it, "
-                "and this script continues it"
+                "and run this script again to continue"
             ) from None
         workers.agree()  # worker 0 holds the ledger
         attempt = Attempt.shared(job, reducer, held, self._done)
@@ -490,32 +500,32 @@ class PrivateTraining(PublicViews):
         )  # fmt: skip
         monitor = None if self._loop is None else self._loop.monitor
         self._loop = Loop(
-            job, step, self._learner, start=self._done, monitor=monitor,
+            job,
+            step,
+            self._learner,
+            start=self._done,
+            monitor=monitor,
             examples=lambda: self._examples(MEASURED),
-        )  # fmt: skip
+        )
         self._learner.watch()
 
     def _evaluate_public(self) -> None:
-        """Measure the accuracy on public records, if there are any and it was not done."""
+        """Measure the accuracy on public records, if there are any and it is not measured yet."""
         if self._public is not None and self._workers.first:
             evaluate_stage(self._recipe, self.run)
         self._workers.agree()  # worker 0 has written
 
-    def _charged(self, records: HashedRecords) -> AbstractContextManager[None]:
-        """Charge the plan to the records' budget, and in the end what was released."""
-        return charged(self._recipe, self.plan, self.run, records, _CONTEXT)
-
     def _save(self) -> None:
-        """Write a checkpoint of everything as it is now, on all workers the same."""
+        """Write a checkpoint of the current state, the same on all workers."""
         assert self._loop is not None
         self._loop.save()
         self._workers.agree()  # worker 0 has written
 
-    # --- what a search looks at
+    # --- used by a search
 
     @property
     def recipe(self) -> Recipe:
-        """Return the `Recipe` that the run folder keeps of this training, noise as you gave it."""
+        """Return the `Recipe` of this training in the run folder, with the noise that you gave."""
         return self._recipe
 
     @property
@@ -526,18 +536,102 @@ class PrivateTraining(PublicViews):
     def state_digest(self) -> str:
         """Return a hash of the current model, optimizer and `state`, a str of 32 hex digits.
 
-        Plain attributes of the model's layers are covered, too.
+        It includes plain attributes of the model's layers.
 
         Raises:
             UserError: an object's state cannot be kept in a checkpoint.
         """
         return self._learner.state_digest()
 
+    # --- public and released values
+
+    @property
+    def history(self) -> Any:
+        """Return the released values of all steps so far.
+
+        Returns:
+            A pandas DataFrame with one row per step; without pandas a dict of lists. Its columns
+            are step, learning_rate and noisy_norm; score, if you declared scores; and eval_NAME for
+            each metric of `evaluate`.
+        """
+        return as_table(History(self.run.history).columns(self._done))
+
+    def evaluate(self, eval_data: Any, *, metric: Metric = "accuracy") -> float:
+        """Return a metric of the current model on PUBLIC records, and add it to the history.
+
+        Guarantee: post-processing of what was released; it does not affect epsilon. A record that
+        is also in `data` is not supported.
+
+        Args:
+            eval_data: public records `(X, y)`, or anything that `dpdist.as_records` takes.
+            metric: "accuracy", "auc", or a function of outputs and targets, two tensors of all
+                records, that returns a number.
+
+        Returns:
+            The metric, a float: the accuracy or the AUC in [0, 1], or what your function returns.
+            The model is in evaluation mode meanwhile.
+
+        Raises:
+            UserError: a record is also in `data`, targets are missing, or the metric is unknown.
+
+        Example:
+            >>> import tempfile, torch, dpdist
+            >>> inputs, labels = torch.randn(300, 4), torch.randint(2, (300,))
+            >>> model = torch.nn.Linear(4, 2)
+            >>> training = dpdist.PrivateTraining(
+            ...     model, torch.optim.SGD(model.parameters(), lr=0.1),
+            ...     (inputs[:200], labels[:200]), loss="cross-entropy",
+            ...     privacy=dpdist.Privacy(epsilon=3, delta=1e-3),
+            ...     batch_size=20, steps=4, folder=tempfile.mkdtemp() + "/run",
+            ... )
+            >>> for report in training:
+            ...     found = training.evaluate((inputs[200:], labels[200:]))
+            >>> 0 <= found <= 1, list(training.history)
+            (True, ['step', 'learning_rate', 'noisy_norm', 'eval_accuracy'])
+        """
+        name, function = named_metric(metric)
+        public = as_records(eval_data, name="eval_data")
+        known = public.keyed_fingerprint(bytes(32))
+        if known != self._compared:
+            if common := count_common(public, self._records):
+                raise UserError(
+                    f"eval_data: must share no record with data, got {common:,} in common: a score "
+                    "on private records would be published; training.score(...) releases one with "
+                    "noise"
+                )
+            self._compared = known
+        found = evaluate_public(self.model, public, self._learner.spec.signature, function)
+        if self._done:
+            self._note(**{f"eval_{name}": found})
+        return found
+
+    def plot(self, *columns: str, ax: Any = None) -> Any:
+        """Plot columns of the history against the steps, and return the matplotlib axes.
+
+        Args:
+            columns: names of columns, or "epsilon" for the plan's; default: "noisy_norm".
+            ax: matplotlib axes to draw into; default: the current ones.
+
+        Returns:
+            The matplotlib `Axes` with one line per column.
+
+        Raises:
+            UserError: there is no such column.
+        """
+        told = History(self.run.history).columns(self._done)
+        return plot_history(told, columns or ("noisy_norm",), self.plan, ax)
+
+    def _note(self, **values: Any) -> None:
+        """Add released values of the last step to the history."""
+        if self._workers.first:
+            known = {name: value for name, value in values.items() if value is not None}
+            History(self.run.history).add(step=self._done - 1, **known)
+
     # --- the loop
 
     @property
     def remaining_steps(self) -> int:
-        """Return the number of steps of the plan that are not done, an int; 0 at the end."""
+        """Return the number of remaining steps of the plan, an int; 0 at the end."""
         return 0 if self._learner.stopped else self.plan.steps - self._done
 
     @property
@@ -556,7 +650,7 @@ class PrivateTraining(PublicViews):
         stops may depend on what its steps returned.
         """
         plan = self.plan
-        if not self._started:  # nothing was released: scores alone are charged
+        if not self._started:  # nothing was released: only scores are counted
             return self._recipe.guarantee_of(plan, plan.executed_phases(plan.step_counts(0)))
         ledger = None if self._loop is None else self._loop.step.ledger
         if ledger is None:
@@ -565,15 +659,12 @@ class PrivateTraining(PublicViews):
         return self._recipe.guarantee_of(plan, released, ledger.post_processed)
 
     def __str__(self) -> str:
-        """Return what the training has released so far, by the rows of a run."""
-        rows = [
-            self.guarantee.row,
-            Row(
-                "training",
-                f"{self.steps_taken:,} of {self.steps_taken + self.remaining_steps:,} steps",
-            ),
-        ]
-        return format_table(rows, f"Training {self.run.name} ({self.run.path})")
+        """Return a table of the guarantee and the steps so far."""
+        planned = self.steps_taken + self.remaining_steps
+        steps = Row("training", f"{self.steps_taken:,} of {planned:,} steps")
+        return format_table(
+            [self.guarantee.row, steps], f"Training {self.run.name} ({self.run.path})"
+        )
 
     def step(self) -> StepReport:
         """Take the next step of the plan: noisy gradient, then one step of the optimizer.
@@ -600,7 +691,7 @@ class PrivateTraining(PublicViews):
         return report
 
     def _step(self) -> tuple[StepReport, bool]:
-        """Take a step. Returns its report, and whether any worker was asked to end before it."""
+        """Take a step, and return its report and whether any worker got Ctrl-C before it."""
         with self._workers.sharing_errors():
             if self._look_between("step"):
                 self._save()
@@ -626,7 +717,7 @@ class PrivateTraining(PublicViews):
         return report, agreed
 
     def __iter__(self) -> Iterator[StepReport]:
-        """Take the steps that are left, one for each `StepReport`; `break` ends between two.
+        """Take the remaining steps, one for each `StepReport`; `break` ends between two.
 
         Raises:
             UserError: as `step` does.
@@ -635,9 +726,9 @@ class PrivateTraining(PublicViews):
             yield self.step()
 
     def _take(self) -> tuple[StepMetrics | None, bool]:
-        """Take the loop's next step, which tells all workers whether one got Ctrl-C.
+        """Take the loop's next step; return its metrics and whether any worker got Ctrl-C.
 
-        Where its sum is not the announced one, that of a new attempt, and both are charged.
+        If its sum differs from the announced one, a new attempt takes it, and both count.
         """
         assert self._loop is not None
         try:
@@ -650,7 +741,7 @@ class PrivateTraining(PublicViews):
             return self._loop.take(bool(self._asked))
 
     def checkpoint(self) -> None:
-        """Keep the training as it is between two steps, so that a restart repeats none of them.
+        """Write a checkpoint between two steps, so that a restart repeats none of them.
 
         Checkpoints are written every `resources.checkpoint_seconds`; call this if a script learns
         that it will end, for example by SIGTERM: its handler sets a flag, since a call inside a
@@ -659,7 +750,7 @@ class PrivateTraining(PublicViews):
         step and after the last it does nothing. Returns nothing.
 
         Raises:
-            UserError: as `step` does, a step was not left as a whole, or other workers go on.
+            UserError: as `step` does, a step was interrupted, or other workers continue.
 
         Example:
             >>> import signal, torch
@@ -694,8 +785,8 @@ class PrivateTraining(PublicViews):
         """End the training before its last step, at the privacy cost of all planned steps.
 
         Guarantee: that of the whole plan. If a loop stops by scores or norms of its steps, the
-        number of steps depends on the records, while the planned number does not. So the steps that
-        are left are counted in epsilon without being taken, and cannot be taken later.
+        number of steps depends on the records, while the planned number does not. So the remaining
+        steps are counted in epsilon without being taken, and cannot be taken later.
 
         Several workers call it together. After the last step it only returns the folder. You may
         have restored the parameters of an earlier step; the guarantee then is *assumed:
@@ -725,17 +816,17 @@ class PrivateTraining(PublicViews):
         """
         self._refuse_inside("finish")
         if not self._done:
-            raise UserError("finish: must be called after a step, got none: take one first")
+            raise UserError("finish: must be called after a step: take one first")
         if self.remaining_steps:
             with self._workers.sharing_errors():
                 self._look_between("finish")
                 self._learner.stopped = True
-        if self._loop is not None:  # not let go of: also after an end that failed
+        if self._loop is not None:  # open, also after an end that failed
             self._finish()
         return self.run
 
     def run_all(self, *, progress: bool = True) -> RunFolder:
-        """Take all steps that are left, with nothing in between.
+        """Take all remaining steps, with nothing in between.
 
         Args:
             progress: show a line of progress on a terminal or in a notebook, with epsilon so far.
@@ -751,6 +842,60 @@ class PrivateTraining(PublicViews):
             for report in self:
                 tell(report)
         return self.run
+
+    @contextmanager
+    def finishing_later(self) -> Iterator[None]:
+        """Leave the end of the training to `finish`, also after the last step in the block.
+
+        A context manager; it yields nothing.
+        """
+        self._later = True
+        try:
+            yield
+        finally:
+            self._later = False
+
+    def put_back(self, weights: Mapping[str, Tensor]) -> None:
+        """Restore the parameters of an earlier step, chosen only by PUBLIC records.
+
+        That is post-processing of what was released, so the card needs no further assumption.
+        Returns nothing.
+
+        Args:
+            weights: the values by name of the parameter; other parameters stay as they are.
+        """
+        loop, changed = self._loop, self._learner.changed()
+        if changed and loop is not None and loop.step.ledger is not None:
+            loop.step.ledger.note_changes(changed)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if name in weights:
+                    parameter.copy_(weights[name])
+        self._learner.watch()
+
+    def keep_interrupted(self, agreed: bool = False) -> str | None:
+        """Write a checkpoint after Ctrl-C, and return at which step the run resumes.
+
+        Args:
+            agreed: whether all workers call it after the same step; else several workers write no
+                checkpoint.
+
+        Returns:
+            A sentence (str) with the step at which the same script resumes; None before the first
+            step.
+        """
+        loop = self._loop
+        if loop is None:
+            return None
+        if self._inside or not (agreed or self._workers.count == 1):
+            where, step = ("inside", self._done) if self._inside else ("after", self._done - 1)
+            return (
+                f"interrupted {where} step {step:,}; the newest checkpoint is of step "
+                f"{loop.kept:,}; run the same script to resume"
+            )
+        with suppress(UserError):  # the script made a change that is not allowed
+            self.checkpoint()
+        return f"interrupted at step {self._done:,}; run the same script to resume"
 
     def score(
         self,
@@ -793,7 +938,7 @@ class PrivateTraining(PublicViews):
 
         Raises:
             UserError: the run started without these scores, the noise is too small for epsilon, a
-                record is trained on as well, or the value cannot be had; nothing was released.
+                record is also trained on, or the value is not valid; nothing was released.
 
         Source:
             McSherry, SIGMOD 2009 (parallel composition).
@@ -816,8 +961,8 @@ class PrivateTraining(PublicViews):
         """
         if self._hashed is not None:
             raise UserError(
-                "score: must be left out with privacy.budget, whose records are charged for steps "
-                "alone; train without one of the two"
+                "score: must be left out with privacy.budget, which is charged only for steps; use "
+                "one of the two"
             )
         with self._workers.sharing_errors():
             self._scored = self._declared_score(as_records(private_eval_data), value, every, noise)
@@ -825,7 +970,7 @@ class PrivateTraining(PublicViews):
     def _declared_score(
         self, records: Records, value: Value | None, every: int, noise: float | None
     ) -> PrivateScore:
-        """Return the scores that `score` declares, checked; the plan pays for them afterwards."""
+        """Return the checked scores that `score` declares, and add them to the plan."""
         begun = self._recipe.score
         if self._recipe.user_unit is not None:
             records = scored_by_unit(self._recipe, self._records, records)
@@ -833,18 +978,16 @@ class PrivateTraining(PublicViews):
                 check_units_apart(self._public, single_records(records))
         if self._scored is not None or (self._started and begun is None):
             raise UserError(
-                "score: must be declared once, before the first step of a new run: the plan pays "
-                f"for it from the beginning; begin another one than {self.run.path}",
+                "score: must be declared once, before the first step of a new run, whose plan "
+                f"counts it from the beginning; start another one than {self.run.path}",
                 see="how-to/own-loop.md#looking-at-private-records-at-a-price",
             )
         if value is None and self._script.kind != "class":
             raise UserError(
-                "score.value: must be a function of module and batch where targets are no classes, "
+                "score.value: must be a function of module and batch if targets are not classes, "
                 "got None"
             )
-        terms = declare(
-            self._recipe, self.plan, len(records), value, every=every, noise=noise
-        )  # fmt: skip
+        terms = declare(self._recipe, self.plan, len(records), value, every=every, noise=noise)
         if self._recipe.user_unit is None:
             check_scored_users(self._recipe, self._records, records)
         check_apart(records, {"data": self._records, "eval_data": self._public})
@@ -875,12 +1018,12 @@ class PrivateTraining(PublicViews):
     def _refuse_inside(self, call: str) -> None:
         if self._inside:
             raise UserError(
-                f"{call}: must be called between two steps, got a call inside one or after an "
-                "interrupted one: let a signal's handler set a flag, and call it after step()"
+                f"{call}: must be called between two steps, not inside one or after an interrupted "
+                "one: let a signal's handler set a flag, and call it after step()"
             )
 
     def _ready(self) -> None:
-        """Raise UserError where no step can be taken."""
+        """Prepare the next step. Raises UserError if no step can be taken."""
         if not self.remaining_steps:
             raise UserError(f"step: all {self.plan.steps:,} steps of the plan are done")
         if (begun := self._recipe.score) is not None and self._scored is None:
@@ -889,15 +1032,15 @@ class PrivateTraining(PublicViews):
                 f"{begun.records:,} held-out records: call score(...) with them first"
             )
         if self._inside and self._loop is not None and self._workers.count == 1:
-            self.close()  # an interrupted step: the newest checkpoint continues, as after a crash
+            self.close()  # an interrupted step: continue from the newest checkpoint
             self._inside = False
             self._learner.check_form()
             self._begin()
             return
         if self._inside or (self._started and self._loop is None):
             raise UserError(
-                f"step: this object let go of {self.run.path}, or its last step was interrupted "
-                "inside; make PrivateTraining again, and it continues from the newest checkpoint"
+                f"step: this object of {self.run.path} was closed, or its last step interrupted; "
+                "call PrivateTraining(...) again to continue"
             )
         self._learner.check_form()
         if not self._started:
@@ -905,13 +1048,14 @@ class PrivateTraining(PublicViews):
             mark_trained(self.model, self.run.path)
 
     def _look_between(self, call: str) -> bool:
-        """Note what the script changed since the last step, before anything more is released.
+        """Record what the script changed since the last step, before anything more is released.
 
         Args:
-            call: of the script, on all workers the same: else some would wait for the others' sums.
+            call: name of the script's call, which must be the same on all workers: else some would
+                wait for the others' sums.
 
         Returns:
-            Whether a checkpoint is due, on all workers the same.
+            Whether a checkpoint is due, the same on all workers.
         """
         self._ready()
         assert self._loop is not None
@@ -919,8 +1063,10 @@ class PrivateTraining(PublicViews):
         changed = learner.changed()
         told = self._workers.check_same(
             {"step": str(number), "call": call, **learner.settings()},
-            changed=changed, due=self._loop.is_due, shown=self._private_metrics,
-        )  # fmt: skip
+            changed=changed,
+            due=self._loop.is_due,
+            shown=self._private_metrics,
+        )
         if any(each["shown"] for each in told):
             if ledger is not None:
                 ledger.note_shown(number)
@@ -934,7 +1080,7 @@ class PrivateTraining(PublicViews):
         return bool(told[0]["due"])
 
     def _finish(self) -> None:
-        """Save the model, sum the training up, and let go of the run."""
+        """Save the model, write the summary, and close the run."""
         assert self._loop is not None
         with self._workers.sharing_errors():
             self._save()
@@ -947,7 +1093,7 @@ class PrivateTraining(PublicViews):
 
 
 def _check_same_start(training: PrivateTraining) -> None:
-    """Raise UserError, on all workers, unless they begin with the same script."""
+    """Raise UserError, on all workers, unless they start with the same script."""
     learner, workers, device = training._learner, training._workers, training._device
     if workers.count == 1:
         return
@@ -961,7 +1107,7 @@ def _check_same_start(training: PrivateTraining) -> None:
 
 
 def _so_far(training: PrivateTraining) -> Callable[[], Guarantee]:
-    """Return a function that computes the guarantee of the steps up to the present one."""
+    """Return a function that computes the guarantee of the steps up to the current one."""
     plan, path, last = training.plan, training.run.ledger, training.steps_taken
     epoch, before = training._epoch, training._before
 
@@ -969,7 +1115,7 @@ def _so_far(training: PrivateTraining) -> Callable[[], Guarantee]:
         counts, ledger = [0 for _ in plan.step_counts()], Ledger.read(path)
         for of in range(epoch + 1):
             for step in ledger.released_steps(of):
-                # What an earlier process released of later steps was released by then.
+                # Later steps count if an earlier process released them.
                 counts[plan.training_phase_index(step)] += (
                     of < epoch or step < last or step in before
                 )
@@ -983,34 +1129,33 @@ def _run_folder(folder: str | Path) -> RunFolder:
     found = RunFolder(Path(folder).resolve())
     if found.search_recipe_file.exists() or not (IN_SEARCH.get() or found.parent_run is None):
         raise UserError(
-            f"folder: {found.path}: belongs to a search, which is paid for as a whole; run the "
-            "search again to continue it, or give another folder"
+            f"folder: {found.path}: belongs to a search, whose epsilon covers it as a whole; run "
+            "the search again to continue it, or give another folder"
         )
     return found
 
 
 def _stages(began_with: Any) -> list[Stage]:
-    """Return what the cards say of the runs and releases that a script begins with."""
-    given = began_with if isinstance(began_with, list | tuple) else [began_with]
-    paths = (getattr(each, "path", each) for each in given if each is not None)
-    return [_stage(Path(str(path))) for path in paths]
-
-
-def _stage(path: Path) -> Stage:
-    if (bought := read_statistics_stage(path)) is not None:
-        return bought
-    if (card := card_of_release(path)) is not None:
-        return stage_of_card(card, path.name, [str(path.resolve())])
-    return read_stage(open_run(str(path), Path("runs")))
+    """Return the stages of the statistics, releases and runs that a script starts with."""
+    given: Any = began_with if isinstance(began_with, list | tuple) else [began_with]
+    stages = list[Stage]()
+    for path in (Path(getattr(each, "path", each)) for each in given if each is not None):
+        if (bought := read_statistics_stage(path)) is not None:
+            stages.append(bought)
+        elif (card := card_of_release(path)) is not None:
+            stages.append(stage_of_card(card, path.name, [str(path.resolve())]))
+        else:
+            stages.append(read_stage(open_run(str(path), Path("runs"))))
+    return stages
 
 
 def _records_key(run_key: bytes) -> bytes:
     """Return the key of the fingerprint of a run's records."""
-    return derive_key(run_key, _FINGERPRINT)
+    return derive_key(run_key, "fingerprint of a script's records")
 
 
 def _take_over(path: Path, training: PrivateTraining) -> None:
-    """Close an older object of this process that trains the same run, as a notebook leaves it."""
+    """Close an older object of this process that trains the same run, as in a notebook."""
     older = _open.get(path)
     other = None if older is None else older()
     if other is not None and other is not training:
@@ -1018,7 +1163,7 @@ def _take_over(path: Path, training: PrivateTraining) -> None:
     _open[path] = weakref.ref(training)
 
 
-# --- the whole of it --------------------------------------------------------------------------
+# --- a whole training in one call -------------------------------------------------------------
 
 
 def fit(
@@ -1035,7 +1180,7 @@ def fit(
     folder: str | Path,
     **options: Any,
 ) -> RunFolder:
-    """Train a module privately, all of it, and return its run folder.
+    """Train a module privately to the end, and return its run folder.
 
     Guarantee: the trained weights and everything else that the run released are (epsilon,
     delta)-differentially private, as `PrivateTraining(...).guarantee` states; `fit` builds a
@@ -1080,8 +1225,15 @@ def fit(
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     training = PrivateTraining(
-        model, optimizer_of(optimizer)(trained, lr=learning_rate), data, loss=loss,
-        privacy=privacy, batch_size=batch_size, steps=steps, epochs=epochs, folder=folder,
+        model,
+        optimizer_of(optimizer)(trained, lr=learning_rate),
+        data,
+        loss=loss,
+        privacy=privacy,
+        batch_size=batch_size,
+        steps=steps,
+        epochs=epochs,
+        folder=folder,
         **options,
-    )  # fmt: skip
+    )
     return training.run_all()

@@ -1,7 +1,7 @@
-"""Build private trainings by a function of a search: to look at them, to price them, in trials.
+"""Build private trainings by a function of a search: to account for them, and in trials.
 
-It is called before anything is released, so that the price of the search is that of the trainings
-which it builds (`Explorer`). A trial calls it once, in new processes of its own.
+The function is called before anything is released, so that the search's privacy cost is that of the
+trainings it builds (`Explorer`). A trial calls it once, in its own new processes.
 """
 
 from __future__ import annotations
@@ -34,33 +34,18 @@ from dpdist.cluster.work import WorkerGroup, WorkerPlace, WorkersFailedError
 from dpdist.config.search import TuneRecipe
 from dpdist.config.sections import PrivacyRecipe
 from dpdist.core.errors import UserError, is_disk_full
-from dpdist.core.files import (
-    error_text,
-    make_private_folder,
-    read_json,
-    write_json,
-)
+from dpdist.core.files import error_text, make_private_folder, read_json, write_json
 from dpdist.data.overlap import single_records
 from dpdist.data.protocol import UNITS, Records, kept_generators
 from dpdist.gradients.noise import add_noise
 from dpdist.privacy.ledger import JournalBusy, LedgerError
-from dpdist.private_training import (
-    IN_SEARCH,
-    PrivateTraining,
-    RunBusyError,
-)
+from dpdist.private_training import IN_SEARCH, PrivateTraining, RunBusyError
 from dpdist.randomness.keys import derive_key
 from dpdist.runs.folder import RunFolder, read_verified_ledger
-from dpdist.runs.recipe import (
-    Recipe,
-    plan_with_noise,
-)
+from dpdist.runs.recipe import Recipe, plan_with_noise
 from dpdist.training.collectives import Workers
 from dpdist.training.job import PACKAGES
-from dpdist.training.private_score import (
-    RecordValues,
-    Value,
-)
+from dpdist.training.private_score import RecordValues, Value
 from dpdist.training.trainer import torch_config
 from dpdist.tuning.manifest import (
     SearchFolder,
@@ -77,19 +62,14 @@ from dpdist.tuning.space import (
     settings_of_space,
     trial_cost,
 )
-from dpdist.tuning.trial import (
-    ScoreReporter,
-    TrialExecutor,
-    begin_trial_folder,
-    run_trial,
-)
+from dpdist.tuning.trial import ScoreReporter, TrialExecutor, begin_trial_folder, run_trial
 
 # --- the function -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class TrialConfig(Mapping[str, Any]):
-    """Hold the values of one trial, as `train(config)` is given them.
+    """Hold the values of one trial, the argument of `train(config)`.
 
     Attributes:
         searched: the searched values by name; `config["lr"]` reads one.
@@ -114,17 +94,17 @@ class TrialConfig(Mapping[str, Any]):
 
 
 class TrainRaisedError(UserError):
-    """The function raised an error, which makes its trial a failed one."""
+    """The function raised an error, so its trial failed."""
 
 
 @dataclass(frozen=True)
 class TrainFunction:
     """Hold a function that builds trainings, and the records of the search.
 
-    train: the function. records: to train on, private. scored: to score on, by unit where they are
+    train: the function. records: to train on, private. scored: to score on, by unit if they are
     private and a group is the unit. value: of a record. public: whether the scored ones are public.
-    noise_given: whether the noise multiplier may be one of the searched values; else it is found
-    for a target epsilon.
+    noise_given: whether the noise multiplier may be a searched value; else it is calibrated for a
+    target epsilon.
     """
 
     train: Callable[[TrialConfig], Any]
@@ -137,11 +117,11 @@ class TrainFunction:
     def build(
         self, values: Mapping[str, Any], privacy: PrivacyRecipe, folder: Path
     ) -> PrivateTraining:
-        """Return the training that the function builds of these values, checked.
+        """Return the checked training that the function builds from these values.
 
         Raises:
             TrainRaisedError: the function raised an error.
-            UserError: it returned anything but the one training that it made.
+            UserError: it did not return the one training that it built.
         """
         config = TrialConfig(values, self.records, privacy, folder)
         begun = RunFolder(folder).plan.exists()
@@ -160,16 +140,16 @@ class TrainFunction:
                 raise TrainRaisedError(said) from error
         if type(training) is not PrivateTraining:
             raise UserError(
-                "train: must return the dpdist.PrivateTraining that it makes, not stepped yet, got "
-                f"{type(training).__name__}"
+                "train: must return the dpdist.PrivateTraining that it builds, before its first "
+                f"step, got {type(training).__name__}"
             )
         self._check(training, config, begun)
         return training
 
     def _check(self, training: PrivateTraining, config: TrialConfig, begun: bool) -> None:
-        """Raise UserError where a training is not about these records, terms and folder.
+        """Raise UserError for a training with other records, terms or folder.
 
-        begun: whether its folder was there before, from which it goes on.
+        begun: whether it continues from its folder.
         """
         if training.run.path != config.folder.resolve():
             raise UserError(f"train: folder: must be config.folder, got {training.run.path}")
@@ -179,11 +159,11 @@ class TrainFunction:
             )
         if any(isinstance(each, ReduceLROnPlateau) for each in training.state):
             raise UserError(
-                "train: state: must hold no ReduceLROnPlateau, which follows a measured value; "
-                "take another scheduler"
+                "train: state: must have no ReduceLROnPlateau, which follows a measured value; "
+                "use another scheduler"
             )
         if training.recipe.score is not None:
-            raise UserError("train: score: must be given to dpdist.tune, which pays for it")
+            raise UserError("train: score: must be given to dpdist.tune, which counts it")
         if training.trackers:
             raise UserError(
                 "trackers: must be left out in a search, whose trials are not published; send the "
@@ -196,8 +176,8 @@ class TrainFunction:
             if given.get(key) != wanted:
                 values = f", {wanted}, got {given.get(key)}" if key != "run_key" else ""
                 raise UserError(
-                    f"train: privacy.{key}: must be that of config.privacy{values}: pass "
-                    "privacy=config.privacy on; what is promised is said to dpdist.tune"
+                    f"train: privacy.{key}: must be that of config.privacy{values}: pass on "
+                    "privacy=config.privacy, and give the search's privacy to dpdist.tune"
                 )
         if single_records(training.records) is not self.records:
             raise UserError(
@@ -216,7 +196,7 @@ class TrainFunction:
         return RecordValues(self.scored, self.value, device)
 
     def check_score(self, training: PrivateTraining) -> None:
-        """Raise UserError where a record cannot be scored, or not between 0 and 1 in private."""
+        """Raise UserError if a record cannot be scored, for private ones in [0, 1]."""
         training.model.eval()
         values = self.values_on(training).check(training.model)
         if not self.public and not all(0 <= value <= 1 for value in values):
@@ -228,9 +208,9 @@ class TrainFunction:
 
 @contextmanager
 def of_a_search() -> Iterator[None]:
-    """Let trainings be made in a search's folders, with the same random numbers in each block.
+    """Allow trainings in a search's folders, with the same random numbers in each block.
 
-    Afterwards all generators go on as before.
+    Afterwards all generators have their state from before.
     """
     inside = IN_SEARCH.set(True)
     with torch.random.fork_rng(range(torch.cuda.device_count())), kept_generators():
@@ -244,7 +224,7 @@ def of_a_search() -> Iterator[None]:
 
 
 def _description(training: PrivateTraining) -> str:
-    """Return a digest of all that a training begins with, but for keys, noise, name and folder."""
+    """Return a digest of a training's initial state, without keys, noise, name and folder."""
     told = training.recipe.model_dump(mode="json", exclude={"name", "resources"})
     told["data"]["root"] = None
     told["script"].pop("unit")  # words
@@ -254,16 +234,16 @@ def _description(training: PrivateTraining) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-# --- its price --------------------------------------------------------------------------------
+# --- its privacy cost -------------------------------------------------------------------------
 
 
 def settings_of_function(
     tune: TuneRecipe, recipe_of: Callable[[TrialValues], Recipe]
 ) -> tuple[Recipe, ...]:
-    """Return the recipes that the space's values make, one for each cost.
+    """Return the recipes that the space's values give, one for each privacy cost.
 
     Raises UserError for a range of values that change a trial's cost, and for rates by class that
-    are not those of all trials, by which the search is priced.
+    differ between trials, since the search is accounted for with one set of rates.
     """
     probes = list(iter_probe_values(tune))
     found = [recipe_of(values) for values in probes]
@@ -285,53 +265,42 @@ def settings_of_function(
     return tuple({trial_cost(each): each for each in (*found, *combined)}.values())
 
 
-# --- looking at trainings ----------------------------------------------------------------------
+# --- exploring trainings -----------------------------------------------------------------------
 
 
-_NEUTRAL_NOISE = 1.0  # of a training that is built to be looked at, where noise is still sought
-
-
-@dataclass(frozen=True)
-class _Look:
-    """Hold what is kept of a training that was built to be looked at.
-
-    recipe: with the noise and epsilon asked for. description: its digest.
-    """
-
-    recipe: Recipe
-    description: str
+_NEUTRAL_NOISE = 1.0  # of a training that is built before its noise is calibrated
 
 
 class Explorer:
-    """Build trainings in this process to look at them; none of them takes a step.
+    """Build trainings in this process to read their recipes; none of them takes a step.
 
     Args:
-        function: that builds them.
+        function: builds the trainings.
         tune: the section of the search.
-        privacy: as it was asked for, of training and search together.
+        privacy: the requested privacy of training and search together.
     """
 
     def __init__(self, function: TrainFunction, tune: TuneRecipe, privacy: PrivacyRecipe) -> None:
         self.function, self._tune, self._privacy = function, tune, privacy
-        self._found: dict[str, _Look] = {}
+        self._found: dict[str, tuple[Recipe, str]] = {}  # recipe and digest, by values
 
     def recipe_of(self, values: TrialValues) -> Recipe:
-        """Return the recipe of the training that is built, with the noise and epsilon asked for.
+        """Return the recipe of the training for these values, with the requested noise and epsilon.
 
         Raises:
             TrainRaisedError: the function raised an error.
-            UserError: what it built cannot be searched.
+            UserError: the training cannot be searched.
         """
-        return self._look_at(values).recipe
+        return self._explore(values)[0]
 
     def description_of(self, values: TrialValues) -> str | None:
-        """Return the digest of the training that is built; None where that raises an error."""
+        """Return the digest of the training for these values; None if `train` raises an error."""
         try:
-            return self._look_at(values).description
+            return self._explore(values)[1]
         except TrainRaisedError:
             return None
 
-    def _look_at(self, values: TrialValues) -> _Look:
+    def _explore(self, values: TrialValues) -> tuple[Recipe, str]:
         key = key_of(values)
         if key not in self._found:
             training = self._build(values)
@@ -341,10 +310,10 @@ class Explorer:
                 if _description(self._build(values)) != told:
                     raise UserError(
                         "train: must build the same model, optimizer and settings for the same "
-                        "config, built others the second time: seed what it draws",
+                        "config, built others the second time: seed its random numbers",
                         see="how-to/tuning.md#from-a-ray-tune-script-to-a-private-search",
                     )
-            self._found[key] = _Look(self._as_asked(training.recipe), told)
+            self._found[key] = self._as_asked(training.recipe), told
         return self._found[key]
 
     def _build(self, values: TrialValues) -> PrivateTraining:
@@ -358,7 +327,7 @@ class Explorer:
             return self.function.build(all_values(self._tune, values), privacy, folder)
 
     def _as_asked(self, recipe: Recipe) -> Recipe:
-        """Return a training's recipe with the noise, epsilon and budget that were asked for."""
+        """Return a training's recipe with the requested noise, epsilon and budget."""
         own, asked = recipe.privacy, self._privacy
         update = {key: getattr(asked, key) for key in ("epsilon", *_BUDGET)}
         update["noise_multiplier"] = own.noise_multiplier if asked.epsilon is None else None
@@ -369,9 +338,9 @@ _BUDGET = ("budget", "budget_ceiling", "budget_delta", "budget_composition")
 
 
 def _trial_privacy(asked: PrivacyRecipe, noise: float, run_key: str | None) -> PrivacyRecipe:
-    """Return the section that a trial trains under, whose budget is charged for the whole search.
+    """Return the privacy section of a trial, without the budget, which the search charges.
 
-    noise: where epsilon is asked for.
+    noise: used if epsilon is requested.
     """
     given = noise if asked.noise_multiplier is None else asked.noise_multiplier
     usual = {key: PrivacyRecipe.model_fields[key].default for key in _BUDGET}
@@ -380,22 +349,22 @@ def _trial_privacy(asked: PrivacyRecipe, noise: float, run_key: str | None) -> P
 
 
 def all_values(tune: TuneRecipe, values: TrialValues) -> dict[str, Any]:
-    """Return the values of all names, those that take the value of another included."""
+    """Return the values of all names, including those linked to others."""
     return {name: values[key] for name, key in iter_searched_fields(tune)}
 
 
 def key_of(values: TrialValues) -> str:
-    """Return the values as text, by which they are found again."""
+    """Return the values as a text, the key in `descriptions_file`."""
     return json.dumps(values, sort_keys=True)
 
 
 def descriptions_file(folder: SearchFolder) -> Path:
-    """Return the path of the digests of what was built before the search."""
+    """Return the path of the digests of trainings that were built before the search."""
     return folder.path / "built.json"
 
 
 def sent_file(folder: SearchFolder) -> Path:
-    """Return the path of what the processes of trials are sent."""
+    """Return the path of the function as it is sent to the processes of trials."""
     return folder.path / "function.pickle"
 
 
@@ -403,7 +372,7 @@ def sent_file(folder: SearchFolder) -> Path:
 
 
 def keyed_data(function: TrainFunction, salt: str) -> str:
-    """Return the part of a search's terms that says which records it was begun with."""
+    """Return the part of a search's terms that identifies its records."""
     return f"{salt} {function.fingerprint(bytes.fromhex(salt))}"
 
 
@@ -412,7 +381,7 @@ def salt_of(terms: Mapping[str, Any]) -> str:
     return str(terms["data"]).partition(" ")[0]
 
 
-# --- a trial, by workers of its own -----------------------------------------------------------
+# --- a trial, by its own workers --------------------------------------------------------------
 
 
 def continue_by_workers(
@@ -436,7 +405,7 @@ def continue_by_workers(
     )
     try:
         TrialExecutor().run_workers(group)
-    except WorkersFailedError:  # where the first worker wrote an end down, the others may fail
+    except WorkersFailedError:  # after the first worker wrote the result, the others may fail
         if not read_scores(folder, number)["done"]:
             raise
     for score in read_scores(folder, number)["scores"]:
@@ -444,7 +413,7 @@ def continue_by_workers(
 
 
 def _work_on_trial(argument: tuple[Path, int, dict[str, str]], place: WorkerPlace) -> None:
-    """Do one worker's part of a trial; the first writes down how it ends."""
+    """Do one worker's part of a trial; the first writes the result."""
     path, number, packages = argument
     folder = SearchFolder(RunFolder(path))
     sent = pickle.loads(sent_file(folder).read_bytes())
@@ -469,7 +438,7 @@ def _train_and_score(
     state: dict[str, Any],
     report: ScoreReporter,
 ) -> None:
-    """Train and score a trial, from where it stands. Raises UserError where it has failed."""
+    """Train and score a trial, continuing it. Raises UserError if it failed."""
     try:
         training = _build_trial(function, asked, folder, number)
         _train(training)
@@ -490,10 +459,10 @@ def _train_and_score(
 def _build_trial(
     function: TrainFunction, asked: Recipe, folder: SearchFolder, number: int
 ) -> PrivateTraining:
-    """Return a trial's training, in its folder, as it was built before the search began.
+    """Return a trial's training, in its folder, as it was built before the search started.
 
     Raises:
-        UserError: the function built another one, or one that was not paid for.
+        UserError: the function built a different one, or one that was not accounted for.
     """
     assert asked.tune is not None
     trial, settings = read_trials(folder)[number], read_settings(folder, number)
@@ -507,7 +476,7 @@ def _build_trial(
     terms = read_terms(folder)
     if terms["data"] != keyed_data(function, salt_of(terms)):
         raise UserError("data: other records than those that the search was begun with")
-    # One that goes on has the weights of its checkpoint, and the settings that it was begun with.
+    # One that continues has the weights of its checkpoint, and its settings were compared.
     known = read_json(descriptions_file(folder))[key_of(settings["values"])]
     if not training.steps_taken and _description(training) != known:
         raise UserError("train: built another model, optimizer or settings than before the search")
@@ -522,7 +491,7 @@ def _build_trial(
 
 
 def _train(training: PrivateTraining) -> None:
-    """Take all steps of a trial that are left; schedulers follow after each of them.
+    """Take all remaining steps of a trial, and step its schedulers after each.
 
     Raises:
         UserError: it could not be replayed exactly, or something else changed the model.
@@ -537,7 +506,7 @@ def _train(training: PrivateTraining) -> None:
 
 
 def take_step(training: PrivateTraining, *, last: bool) -> None:
-    """Take a step of a training, which its schedulers follow but for the last."""
+    """Take a step of a training, and step its schedulers except after the last step."""
     training.step()
     for scheduler in () if last else training.state:
         if isinstance(scheduler, LRScheduler):
@@ -566,7 +535,7 @@ def _score(
     total = sum(each["units"] for each in workers.agree(units=units)) / UNITS
     if not workers.first:
         return None
-    # No two sums, and no two models, ever get the same noise: their difference would have none.
+    # Two sums, or two models, never get the same noise, or their difference would have no noise.
     records = function.fingerprint(derive_key(key, "fingerprint"))
     made_of = [models.model_hash(training.run.model_folder), records, total.hex()]
     noise = terms["score_noise"]

@@ -1,9 +1,9 @@
 """Search privately from Python: the values of a recipe, or of a function that builds a training.
 
-A search over a function is the search of a recipe (`dpdist.tuning.search`): the same draws, price,
-folder, budget and winner. Another is how a trial is executed: by workers of its own, new processes,
-of which each calls `train(config)` once. The function is called before anything is released too, so
-that the price is that of the trainings which it builds.
+A search over a function is the search of a recipe (`dpdist.tuning.search`): the same sampling,
+privacy cost, folder, budget and winner. Only the execution of a trial differs: by its own workers,
+new processes, each of which calls `train(config)` once. The function is also called before anything
+is released, so that the privacy cost is that of the trainings it builds.
 """
 
 from __future__ import annotations
@@ -31,12 +31,7 @@ from dpdist.config.search import FunctionScore, TuneRecipe
 from dpdist.config.sections import PrivacyRecipe, as_privacy
 from dpdist.config.training import ResourcesRecipe
 from dpdist.core.errors import UserError
-from dpdist.core.files import (
-    error_text,
-    read_json,
-    write_atomic,
-    write_json,
-)
+from dpdist.core.files import error_text, read_json, write_atomic, write_json
 from dpdist.data.adapters import as_records
 from dpdist.data.overlap import count_common, single_records
 from dpdist.data.protocol import Records, UserRecords, Users
@@ -46,21 +41,13 @@ from dpdist.pipeline import tune as tune_recipe
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.private_training import (
-    PrivateTraining,
-)
+from dpdist.private_training import PrivateTraining
 from dpdist.reports.plots import plot_trials
 from dpdist.reports.results import load_results
 from dpdist.runs.accounting import PublishedTrial, SearchTerms
 from dpdist.runs.charging import Hashed
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import (
-    Recipe,
-    parse_recipe,
-    parse_section,
-    plan_with_noise,
-    resolve_recipe,
-)
+from dpdist.runs.recipe import Recipe, parse_recipe, parse_section, plan_with_noise, resolve_recipe
 from dpdist.searched_function import (
     Explorer,
     TrainFunction,
@@ -75,12 +62,7 @@ from dpdist.searched_function import (
     settings_of_function,
     take_step,
 )
-from dpdist.training.private_score import (
-    ASSUMED_OF_VALUE,
-    Value,
-    check_apart,
-    value_name,
-)
+from dpdist.training.private_score import ASSUMED_OF_VALUE, Value, check_apart, value_name
 from dpdist.training.script_checks import (
     EVAL_DATA,
     HashedRecords,
@@ -101,15 +83,8 @@ from dpdist.tuning.manifest import (
 )
 from dpdist.tuning.public import NOT_PRIVATE, recipe_trainable
 from dpdist.tuning.search import Search, check_same_search
-from dpdist.tuning.space import (
-    RecordCounts,
-    SearchCost,
-    TrialValues,
-    iter_probe_values,
-)
-from dpdist.tuning.trial import (
-    ContinueTrial,
-)
+from dpdist.tuning.space import RecordCounts, SearchCost, TrialValues, iter_probe_values
+from dpdist.tuning.trial import ContinueTrial
 
 ASSUMED = (
     "train, and the model, loss and optimizer that it makes, change nothing of dpdist and read "
@@ -125,7 +100,10 @@ ASSUMED_PUBLIC = "the records that trials are scored on are public"
 
 
 class FunctionSearch(Search):
-    """Hold a prepared search over a function. `_check_function_search` makes it."""
+    """Hold a prepared search over a function, from `_check_function_search`.
+
+    explorer: of the function. sent: function and records for the processes of trials.
+    """
 
     def __init__(
         self,
@@ -136,7 +114,6 @@ class FunctionSearch(Search):
         explorer: Explorer,
         sent: bytes,
     ) -> None:
-        """explorer: of the function. sent: function and records, as trials' processes get them."""
         super().__init__(recipe, folder, cost, data_fingerprint)
         self._explorer, self._sent = explorer, sent
         self.way_out = "give another folder"
@@ -146,7 +123,7 @@ class FunctionSearch(Search):
 
         Raises:
             TrainRaisedError: the function raised an error.
-            UserError: it builds no training, or one that costs more than what was accounted.
+            UserError: it builds no training, or one beyond the accounted privacy cost.
         """
         recipe = self._explorer.recipe_of(values)
         noise = self.cost.trial_noise_multiplier(recipe)
@@ -157,7 +134,7 @@ class FunctionSearch(Search):
         return recipe.model_copy(update={"privacy": privacy}), plan
 
     def trial_noise_multiplier(self, values: TrialValues) -> float:
-        """Return the noise multiplier of a trial; where the function fails, so will the trial."""
+        """Return the noise multiplier of a trial; if the function fails, that of the search."""
         try:
             noise = super().trial_noise_multiplier(values)
         except TrainRaisedError:
@@ -167,7 +144,7 @@ class FunctionSearch(Search):
         return noise
 
     def check_unchanged(self) -> None:
-        """Raise UserError where records, price or function are others than at the beginning."""
+        """Raise UserError if records, privacy cost or function changed since the start."""
         super().check_unchanged()
         path = descriptions_file(self.folder)
         if not self.folder.terms.exists():
@@ -176,7 +153,7 @@ class FunctionSearch(Search):
         if self.run_folder.training_summary.exists():
             if read_terms(self.folder)["data"] != self.data_fingerprint:
                 raise UserError(
-                    f"{self.run_folder.path}: the search ended, and was on other private records; "
+                    f"{self.run_folder.path}: the finished search was on other private records; "
                     f"restore them, or {self.way_out}"
                 )
             winner = read_winner(self.folder)
@@ -191,7 +168,7 @@ class FunctionSearch(Search):
                 )
 
     def budget_records(self) -> Hashed:
-        """Return the private records of the search, as a budget knows them."""
+        """Return the private records of the search, in the form for a budget."""
         function = self._explorer.function
         private = [function.records]
         if not function.public:
@@ -203,7 +180,7 @@ class FunctionSearch(Search):
         self._keep_descriptions(drawn)
 
     def _keep_descriptions(self, drawn: list[TrialValues]) -> None:
-        """Write down digests of the trainings built of values, unless that was done before."""
+        """Write digests of the trainings for these values, unless they are written."""
         path = descriptions_file(self.folder)
         known = read_json(path) if path.exists() else {}
         for values in drawn:
@@ -224,7 +201,7 @@ class FunctionSearch(Search):
         return continue_by_workers
 
     def _take_along(self, source: RunFolder, target: RunFolder) -> Recipe:
-        """Take the public records of the winner along, and what a factory of it is held against."""
+        """Copy the winner's public records and module description; return its recipe."""
         keep_module_record(source.checkpoints, target.checkpoints, Ledger.read(source.ledger))
         recipe = source.read_recipe()
         if recipe.data.root is None:
@@ -267,7 +244,7 @@ def _check_function_search(
     section: Mapping[str, Any],
     resources: Any,
 ) -> FunctionSearch:
-    """Check all that can be checked, account the search, and write nothing. Raises UserError.
+    """Return the checked and accounted search; write nothing. Raises UserError.
 
     section: of a recipe, `tune` without its score.
     """
@@ -297,14 +274,14 @@ def _check_function_search(
     search.check_unchanged()
     if keyed_data(function, salt) != fingerprint:
         raise UserError(
-            "train: must leave config.data and the records to score on as they are, changed them: "
-            "scale them before dpdist.tune, by public numbers"
+            "train: must not change config.data or the records to score on: scale them before "
+            "dpdist.tune, by public numbers"
         )
     return search
 
 
 def _refuse_common(function: TrainFunction, recipe: Recipe) -> None:
-    """Raise UserError where records to score on, or their units, are among those to train on."""
+    """Raise UserError if records to score on, or their units, are among those to train on."""
     scored, records = function.scored, function.records
     if function.public:
         check_units_apart(scored, records)
@@ -322,7 +299,7 @@ def _refuse_common(function: TrainFunction, recipe: Recipe) -> None:
 
 
 def _assumed_of_score(function: TrainFunction) -> list[str]:
-    """Return the assumptions about the scored records that nobody can check."""
+    """Return the assumptions about the scored records, which are not checked."""
     if function.public:
         return [ASSUMED_PUBLIC]
     own = [] if function.value is None else [ASSUMED_OF_VALUE]
@@ -334,13 +311,9 @@ _RESOURCES = ("workers", "cpus_per_worker", "gpus_per_worker", "max_failures")
 
 
 def _search_recipe(
-    explorer: Explorer,
-    tune: TuneRecipe,
-    privacy: PrivacyRecipe,
-    folder: RunFolder,
-    resources: Any,
+    explorer: Explorer, tune: TuneRecipe, privacy: PrivacyRecipe, folder: RunFolder, resources: Any
 ) -> Recipe:
-    """Return the recipe of the search: that of the first values, and the section `tune`."""
+    """Return the recipe of the search: that of the first values, with the section `tune`."""
     first = explorer.recipe_of(next(iter_probe_values(tune)))
     raw = first.model_dump(mode="json")
     name = "".join(c if c.isalnum() or c in "._-" else "-" for c in folder.name)
@@ -348,8 +321,8 @@ def _search_recipe(
     for key, value in own.model_dump(exclude_defaults=True).items():
         if key not in _RESOURCES:
             raise UserError(
-                f"tune: resources.{key}: must be left out with a function, got {value}; a trial "
-                f"has {', '.join(_RESOURCES)}"
+                f"tune: resources.{key}: must be left out with a function, got {value}; give only "
+                f"{', '.join(_RESOURCES)}"
             )
     if own.is_elastic:
         raise UserError(f"tune: resources.workers: must be one number, got {own.workers}")
@@ -369,16 +342,17 @@ _SCORE_KEYS = ("private_eval_data", "public", "value", "noise")
 def _parse_score(
     score: Any, privacy: PrivacyRecipe
 ) -> tuple[Records, Value | None, dict[str, Any]]:
-    """Return the records that trials are scored on, the value of each, and the section `score`.
+    """Return the records that trials are scored on, their value, and the section `score`.
 
-    Private records are by unit where a user is the unit.
+    Private records are by unit if a user is the unit.
     """
     keys = set(score) if isinstance(score, Mapping) else set()
     given = [key for key in ("private_eval_data", "public") if key in keys]
     if len(given) != 1 or keys - set(_SCORE_KEYS):
         raise UserError(
-            'tune: score: must be {"private_eval_data": private records} or {"public": records}, '
-            'with "value" (a function of model and batch to one value a record) and "noise" at most'
+            'tune: score: must be {"private_eval_data": private records} or {"public": records}; '
+            'only "value" (a function of model and batch to one value per record) and "noise" may '
+            "be added"
         )
     value = score.get("value")
     name = value_name(value, "tune: score.value")
@@ -393,13 +367,13 @@ def _parse_score(
 
 
 def _send(function: TrainFunction) -> bytes:
-    """Return the function as it is now, for trials' processes. Raises UserError."""
+    """Return the function as bytes for the processes of trials. Raises UserError."""
     try:
         blob = cloudpickle.dumps(function)
     except Exception as error:
         raise UserError(
-            "train: must be a function that another process can be given, with its data and score: "
-            f"{error_text(error)}"
+            "train: must be a function that can be sent to another process, with its data and "
+            f"score: {error_text(error)}"
         ) from error
     path = [each for each in sys.path if each]
     return pickle.dumps({"function": blob, "path": path, "here": os.getcwd()})
@@ -419,7 +393,7 @@ def _plain(section: Any) -> Any:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The result of a private search: the winner, its privacy cost and what else may be shown.
+    """Hold the result of a private search: the winner, its privacy cost and public details.
 
     Guarantee: with a secret number of trials only the winner, the privacy cost and the distribution
     may be shown; if the number is fixed, all trials are counted in epsilon, and `trials` lists
@@ -459,7 +433,7 @@ class SearchResult:
 
     @property
     def num_trials(self) -> str:
-        """Return the distribution of the number of trials in words, a str; also if it is fixed."""
+        """Return a description of the distribution of the number of trials, a str."""
         return self._terms.num_trials
 
     @cached_property
@@ -482,7 +456,7 @@ class SearchResult:
         if not self._terms.trials:
             raise UserError(
                 f"trials: must not be shown with a secret number of trials ({self.num_trials}): "
-                "the privacy cost covers the winner only; take num_trials "
+                "the privacy cost covers only the winner; use num_trials "
                 "{'name': 'fixed', 'runs': ...}",
                 see="how-to/tuning.md#what-must-stay-secret",
             )
@@ -589,8 +563,11 @@ def tune(
     """
     run = RunFolder(Path(folder).resolve())
     given = {
-        "space": space, "num_trials": num_trials, "searcher": searcher, "concurrent": concurrent,
-    }  # fmt: skip
+        "space": space,
+        "num_trials": num_trials,
+        "searcher": searcher,
+        "concurrent": concurrent,
+    }
     section = {key: _plain(each) for key, each in given.items() if each is not None}
     if isinstance(train, Recipe | str | Path | Mapping):
         _refuse_for_recipes({"data": data, "resources": resources})
@@ -704,7 +681,7 @@ def trainable(
         own.mkdir(parents=True, exist_ok=True)
         start = Path(tempfile.mkdtemp(prefix="run-", dir=own))  # of a clone, another training
         training = function.build(config, asked, start)
-        done, total = _take_over(training, ray_tune.get_checkpoint()), training.plan.steps
+        done, total = _load_state(training, ray_tune.get_checkpoint()), training.plan.steps
         for step in range(done + 1, total + 1):
             take_step(training, last=step == total)
             if step % max(1, total // _REPORTS) == 0 or step == total:
@@ -723,7 +700,7 @@ def trainable(
     return run
 
 
-_REPORTS, _STATE = 10, "state.pt"
+_REPORTS, _STATE = 10, "state.pt"  # reports per trial; file of a checkpoint
 
 
 def _state_of(training: PrivateTraining) -> dict[str, Any]:
@@ -732,8 +709,8 @@ def _state_of(training: PrivateTraining) -> dict[str, Any]:
     return {"model": training.model.state_dict(), "optimizer": optimizer, "state": kept}
 
 
-def _take_over(training: PrivateTraining, checkpoint: Any) -> int:
-    """Give a training what a trial had learned, and return how many steps that took."""
+def _load_state(training: PrivateTraining, checkpoint: Any) -> int:
+    """Load a trial's checkpoint into a training, and return the number of steps before it."""
     if checkpoint is None:
         return 0
     with checkpoint.as_directory() as kept:

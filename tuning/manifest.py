@@ -1,8 +1,8 @@
 """The private manifest of a search: number of trials, keys and settings, drawn beforehand.
 
-An adversary that learns K or sees trials that lost learns more than the guarantee allows, so the
-manifest never leaves private/. It is written once, whole, before anything runs; a continued search
-reads it back and draws nothing again: a second draw after looking at the first would be a second
+An adversary that learns K or sees trials that lost learns more than the guarantee covers, so the
+manifest never leaves private/. It is written once, completely, before anything runs; a continued
+search reads it and draws nothing again: a second draw after looking at the first would be a second
 search.
 """
 
@@ -82,9 +82,9 @@ class ScoresRecord(FileShape):
     """private/search/scores/N.json: scores of one trial at its rungs.
 
     Attributes:
-        scores: The scores so far, one a rung.
+        scores: The scores so far, one per rung.
         done: Whether the trial has ended, so that no score follows.
-        failed: Why the trial does not count; null where it does.
+        failed: Why the trial does not count; null if it does.
     """
 
     scores: list[Number]
@@ -100,10 +100,11 @@ class ScoresRecord(FileShape):
 
 @dataclass(frozen=True)
 class Trial:
-    """One trial. key: 32 bytes, all its randomness. tie_breaker: breaks ties, independent of the
-    data.
+    """Hold one trial.
 
-    values: of the searched fields; None while an adaptive searcher has not chosen them.
+    key: 32 bytes, from which all its randomness follows. tie_breaker: decides between equal scores,
+    independently of the data. values: of the searched fields; None while an adaptive searcher has
+    not chosen them.
     """
 
     number: int
@@ -114,7 +115,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class SearchFolder:
-    """Paths of a search inside its run folder; all private."""
+    """Give the paths of a search in its run folder; all are private."""
 
     run: RunFolder
 
@@ -128,14 +129,14 @@ class SearchFolder:
 
     @property
     def processes(self) -> Path:
-        """The nonces of the processes that were charged for the search, each once."""
+        """Return the file of the nonces of processes that were charged for the search."""
         return self.path / "processes.json"
 
     @property
     def terms(self) -> Path:
         """Return the file of what is fixed before the first trial.
 
-        It holds records, plan, limit of a trial, noise of scores, budget charge and assumptions.
+        It has records, plan, limit of a trial, noise of scores, budget charge and assumptions.
         """
         return self.run.search_terms
 
@@ -145,12 +146,12 @@ class SearchFolder:
 
     @property
     def disk_full_marker(self) -> Path:
-        """Left by a trial for the driver when the disk is full; empty, or it would not fit."""
+        """Return the empty file by which a trial tells the driver that the disk is full."""
         return self.path / "full"
 
     @property
     def progress(self) -> Path:
-        """Return the file of the trials' stages, for the operator's eyes."""
+        """Return the file of the trials' stages, for the operator."""
         return self.path / "progress.json"
 
     @property
@@ -158,20 +159,20 @@ class SearchFolder:
         return self.path / "ray"
 
     def trial_folder(self, number: int) -> RunFolder:
-        """The run folder of one trial."""
+        """Return the run folder of one trial."""
         return RunFolder(self.path / "trials" / f"{number:05d}")
 
     def settings_file(self, number: int) -> Path:
-        """Values and noise multiplier of one trial."""
+        """Return the file of values and noise multiplier of one trial."""
         return self.path / "settings" / f"{number:05d}.json"
 
     def scores_file(self, number: int) -> Path:
-        """Scores of one trial at its rungs, or why it failed."""
+        """Return the file of one trial's scores at its rungs, or why it failed."""
         return self.path / "scores" / f"{number:05d}.json"
 
 
 def draw_number_of_trials(num_trials: NumTrialsRecipe, key: bytes) -> int:
-    """K, drawn with a secret key; fixed by num_trials fixed."""
+    """Return the number of trials K, drawn with a secret key, or fixed."""
     secret = num_trials.secret_distribution
     if secret is None:
         assert num_trials.runs is not None
@@ -180,7 +181,7 @@ def draw_number_of_trials(num_trials: NumTrialsRecipe, key: bytes) -> int:
 
 
 def draw_trials(tune: TuneRecipe, key: bytes) -> list[Trial]:
-    """All trials of a search, from its secret key: how many, their settings and their keys."""
+    """Return all trials of a search, with their settings and keys, drawn with a secret key."""
     trials = []
     for number in range(draw_number_of_trials(tune.num_trials, key)):
         values = None
@@ -192,7 +193,7 @@ def draw_trials(tune: TuneRecipe, key: bytes) -> list[Trial]:
 
 
 def ensure_manifest(folder: SearchFolder, tune: TuneRecipe, key: bytes) -> None:
-    """Draw the trials from a secret key and write them down, unless that was done before."""
+    """Draw the trials with a secret key and write them, unless they are written."""
     if folder.manifest.exists():
         return
     make_private_folder(folder.path)
@@ -205,13 +206,13 @@ def ensure_manifest(folder: SearchFolder, tune: TuneRecipe, key: bytes) -> None:
 
 
 def read_trials(folder: SearchFolder) -> list[Trial]:
-    """The trials as drawn. Raises UserError for a manifest that is missing, damaged or newer."""
+    """Return the trials as drawn. Raises UserError for a missing, damaged or newer manifest."""
     found = ManifestRecord.read(folder.manifest).trials
     return [Trial(t.number, bytes.fromhex(t.key), t.tie, t.values) for t in found]
 
 
 def best_trial(trials: list[Trial], scores: dict[int, float]) -> int | None:
-    """The number of the best trial: highest score, ties by the drawn label. None without a score.
+    """Return the number of the best trial, ties broken by the drawn label; None without a score.
 
     scores: of the trials that did not fail; a failed trial counts as minus infinity.
     """
@@ -222,7 +223,7 @@ def best_trial(trials: list[Trial], scores: dict[int, float]) -> int | None:
 
 
 def _uniform_stream(key: bytes) -> Callable[[], float]:
-    """Fresh numbers in [0, 1) with 53 bits from a key's stream."""
+    """Return a function that returns new numbers in [0, 1), with 53 bits from a key's stream."""
     position = 0
 
     def uniform() -> float:
@@ -235,7 +236,7 @@ def _uniform_stream(key: bytes) -> Callable[[], float]:
 
 
 def read_settings(folder: SearchFolder, number: int) -> dict[str, Any]:
-    """Values and noise multiplier of a trial, as written before it started."""
+    """Return values and noise multiplier of a trial, as written before it started."""
     return SettingsRecord.read_keys(folder.settings_file(number))
 
 
@@ -245,17 +246,17 @@ def read_terms(folder: SearchFolder) -> dict[str, Any]:
 
 
 def read_trial_limit(folder: SearchFolder) -> TrialLimit:
-    """Return the limit of a trial's cost, with which the search was accounted."""
+    """Return the limit of a trial's privacy cost, as accounted."""
     return TrialLimit(parse_plan(read_terms(folder)["trial"], f"{folder.terms}: trial"))
 
 
 def read_winner(folder: SearchFolder) -> int | None:
-    """The number of the best trial; None when the search ended without a model."""
+    """Return the number of the best trial; None if the search ended without a model."""
     return OutcomeRecord.read(folder.outcome).winner
 
 
 def read_scores(folder: SearchFolder, number: int) -> dict[str, Any]:
-    """Return the keys of `ScoresRecord`; no scores where the trial has not begun."""
+    """Return the keys of `ScoresRecord`; no scores if the trial has not started."""
     path = folder.scores_file(number)
     if not path.exists():
         return {"scores": [], "done": False, "failed": None}

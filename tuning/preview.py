@@ -13,7 +13,7 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe, resolve_plan
 from dpdist.tuning.space import RecordCounts, SearchCost, private_eval_fraction_of
 
-# Training records of data sets that everybody has; --records tells of others.
+# Training records of well-known data sets; give --records for others.
 KNOWN_SIZES = {
     "digits": 1439,
     "mnist": 60_000,
@@ -25,11 +25,12 @@ KNOWN_SIZES = {
 
 @dataclass(frozen=True)
 class DistributionCost:
-    """One distribution of this kind and expected number of trials (mean).
+    """Hold the privacy cost of a distribution of the number of trials K.
 
-    epsilon: of training and search when the noise is that of one untuned run. noise_multiplier: the
-    noise multiplier at which training and search meet the recipe's target; None without a target.
-    tail_probabilities: P(K >= k) for k = 1, 2 and the mean. quantiles: of K at 5, 50 and 95 %.
+    kind: family of the distribution. mean: expected K. epsilon: of training and search with the
+    noise of one untuned run. noise_multiplier: with which training and search meet the recipe's
+    target; None without a target. tail_probabilities: P(K >= k) for k = 1, 2 and the mean.
+    quantiles: of K at 5, 50 and 95 %.
     """
 
     distribution: str
@@ -42,7 +43,7 @@ class DistributionCost:
     quantiles: tuple[int, int, int]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Return the values as JSON types."""
         return {
             "num_trials": self.distribution,
             "of_the_recipe": self.is_recipe_distribution,
@@ -54,7 +55,7 @@ class DistributionCost:
 
 
 def sizes_without_data(recipe: Recipe, records: int | None, context: str) -> RecordCounts:
-    """Expected numbers of records, without reading any. Raises UserError when none is known."""
+    """Return expected numbers of records, without reading any. Raises UserError if unknown."""
     assert recipe.tune is not None
     whole = records or KNOWN_SIZES.get(recipe.data.name)
     if whole is None:
@@ -69,15 +70,14 @@ def sizes_without_data(recipe: Recipe, records: int | None, context: str) -> Rec
 
 
 def untuned_run(recipe: Recipe, sizes: RecordCounts, context: str) -> tuple[float, PrivacyPlan]:
-    """The noise multiplier and the plan of one run of the recipe without a search, on the same
-    records."""
+    """Return the noise multiplier and the plan of one run without a search, on the same records."""
     return resolve_plan(recipe, sizes.training_records(recipe.data.fraction), context)
 
 
 def iter_distributions(
     recipe: Recipe, means: Sequence[int]
 ) -> Iterator[tuple[NumTrialsRecipe, bool]]:
-    """The recipe's own distribution, then every distribution at each expected number of trials."""
+    """Yield the recipe's distribution, then every distribution at each mean, and which it is."""
     assert recipe.tune is not None
     own = recipe.tune.num_trials
     yield own, True
@@ -95,7 +95,7 @@ def iter_distributions(
 
 
 def default_means(recipe: Recipe) -> tuple[int, ...]:
-    """The recipe's own expected number of trials."""
+    """Return the recipe's expected number of trials."""
     assert recipe.tune is not None
     distribution = recipe.tune.num_trials
     return (distribution.runs or round(distribution.mean or 1),)
@@ -127,10 +127,13 @@ def distribution_cost(
         at_least = tuple((k, secret.tail_probability(k)) for k in marks)
         low, middle, high = (secret.quantile(q) for q in (0.05, 0.5, 0.95))
         quantiles = (low, middle, high)
-    words, epsilon = distribution.description, unchanged.guarantee.epsilon
-    kind = "fixed" if secret is None else secret.family
     return DistributionCost(
-        words, kind, distribution.mean_trials, is_recipe_distribution, epsilon,
-        target, at_least,
+        distribution.description,
+        "fixed" if secret is None else secret.family,
+        distribution.mean_trials,
+        is_recipe_distribution,
+        unchanged.guarantee.epsilon,
+        target,
+        at_least,
         quantiles,
-    )  # fmt: skip
+    )

@@ -1,4 +1,4 @@
-"""Tune a recipe on public records by Ray Tune's own Tuner: NOT PRIVATE, nothing is proved.
+"""Tune a recipe on public records by Ray Tune's own Tuner: NOT PRIVATE, without a guarantee.
 
 The folder of such a sweep:
 
@@ -20,6 +20,7 @@ from dpdist.cluster.versions import check_same_versions, package_fingerprints
 from dpdist.config.search import ScoreRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.files import write_atomic
+from dpdist.core.optional_imports import import_extra
 from dpdist.data import Dataset
 from dpdist.randomness.keys import derive_key
 from dpdist.runs.folder import RunFolder
@@ -46,12 +47,12 @@ def recipe_trainable(
 
     A trial gets the values of the searched fields by their dotted keys. It reports `score`, on
     `tune.score.public` or the test split, at each rung of `tune.asha`, and `reached`, which grows
-    by the factor of a rung.
+    by a rung's factor.
 
     Args:
         recipe: with `privacy: none`, which declares its records public.
         folder: gets a run folder for each trial, by Ray's id.
-        context: begins complaints.
+        context: begins error messages.
 
     Raises:
         UserError: the recipe, or one with values of its space, cannot be trained or is private.
@@ -99,13 +100,13 @@ def recipe_trainable(
 
 
 _PRIVATE = (
-    "{}: privacy: must be none in a public sweep, whose trainings nobody composes; leave --public "
+    "{}: privacy: must be none in a public sweep, whose trainings are not composed; leave --public "
     "out to search privately"
 )
 
 
 def _public_trial(recipe: Recipe, values: TrialValues, context: str) -> Recipe:
-    """Return the recipe of one trial. Raises UserError where it is trained with privacy."""
+    """Return the recipe of one trial. Raises UserError if it trains with privacy."""
     trial = apply_values(recipe, values, context)
     if trial.privacy.noise_multiplier != 0:
         raise UserError(_PRIVATE.format(context))
@@ -120,9 +121,9 @@ def _scored(recipe: Recipe, score: ScoreRecipe) -> Dataset:
 
 
 def tune_publicly(recipe: Recipe, folder: Path, context: str) -> Any:
-    """Sweep a recipe by its section tune, or continue that after a kill: NOT PRIVATE.
+    """Sweep a recipe by its section tune, or continue after a kill: NOT PRIVATE.
 
-    Returns Ray Tune's ResultGrid. Raises UserError, and ClusterError where no trial fits.
+    Returns Ray Tune's ResultGrid. Raises UserError, and ClusterError if no trial fits.
     """
     from ray import tune
 
@@ -133,7 +134,7 @@ def tune_publicly(recipe: Recipe, folder: Path, context: str) -> Any:
     section, kept = recipe.tune, folder / "recipe.yaml"
     assert section is not None
     if kept.exists() and kept.read_text() != recipe.to_yaml():
-        raise UserError(f"{folder}: holds the sweep of another recipe; choose another --name")
+        raise UserError(f"{folder}: contains the sweep of another recipe; choose another --name")
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(kept, recipe.to_yaml())
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
@@ -170,8 +171,6 @@ def tune_publicly(recipe: Recipe, folder: Path, context: str) -> Any:
 def _searcher(name: str) -> Any:
     if name == "random":
         return None
-    from dpdist.core.optional_imports import import_extra
-
     import_extra("optuna", "tune", "tune.searcher")
     from ray.tune.search.optuna import OptunaSearch
 

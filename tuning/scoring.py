@@ -1,10 +1,10 @@
 """The score of one trial: a count over records, with noise when the records are private.
 
-Every record adds a number in [0, 1] that depends on itself, the model and fresh randomness only,
-so the sum changes by at most 1 when one record is added or removed. Where a user is
-the unit, a user adds the mean of its records' numbers, and is counted once. Private records are
-executed one at a time, in batches of one shape: with other records in the batch, the last bit of a
-result (and so a class) could depend on them.
+Every record adds a number in [0, 1] that depends only on itself, the model and fresh randomness, so
+the sum changes by at most 1 if one record is added or removed. If a user is the unit, a user adds
+the mean of its records' numbers, and is counted once. Private records are evaluated one at a time,
+in batches of one shape: with other records in the batch, the last bit of a result (and so a class)
+could depend on them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dpdist.training.record_scores import (
 
 PUBLIC_BATCH = 1000
 _CHECK_ROWS = 64
-_MAX_SELECTION_DRAWS = 100  # draws that choose the class, at most
+_MAX_SELECTION_SAMPLES = 100  # at most, samples that select the class
 
 
 def compute_score(
@@ -49,12 +49,12 @@ def compute_score(
     key: bytes,
     trusted_factory: str | None = None,
 ) -> float:
-    """The score: weighted mean of the objectives over the records, between 0 and 1 but for noise.
+    """Return the weighted mean of the objectives over the records, in [0, 1] except for noise.
 
-    Of records by user it is the mean over users, of which each has the mean of its records.
+    For records by user it is the mean over users, each of which has the mean of its records.
     sigma: smoothing noise of the certified objectives. noise: standard deviation of the Gaussian
-    noise on the sum over private records; None when they are public. key: the trial's key for this
-    score; used for one score only. Raises UserError when parameters of the model are not finite.
+    noise on the sum over private records; None if they are public. key: the trial's key for only
+    this score. Raises UserError if parameters of the model are not finite.
     """
     model = models.load(model_folder, trusted_factory=trusted_factory).eval()
     if not all(bool(torch.isfinite(value).all()) for value in model.state_dict().values()):
@@ -68,11 +68,11 @@ def compute_score(
 def publishable_score(
     score: float, records: int, noise: float | None, planned_records: float
 ) -> float:
-    """Return a score as it may be published: the noisy count of `records` held-out records as a
-    share of a public number of them.
+    """Return a publishable score: the noisy count of held-out records by a public number of them.
 
-    A noisy count lies on a grid; as a share of how many records there are it would lie on another
-    for each number, and give that away. noise: as in `score`; without any, the score as it is.
+    A noisy count is on a grid; divided by the real number of records it would be on a different
+    grid for each number, and reveal it. noise: as in `compute_score`; without noise the score is
+    unchanged.
     """
     if not noise:
         return score
@@ -103,7 +103,7 @@ def _record_scores(
     noise: float | None,
     key: bytes,
 ) -> np.ndarray:
-    """Each record's number in [0, 1]: float64 (records,)."""
+    """Return each record's number in [0, 1], float64 (records,)."""
     weights = settings.objectives
     values = np.zeros(len(dataset))
     rows = 1 if noise is not None else PUBLIC_BATCH
@@ -115,8 +115,8 @@ def _record_scores(
         if settings.radius is not None:
             values += weights["certified-accuracy"] * (radii >= settings.radius)
         if settings.radius_cap is not None:
-            share = np.clip(radii, 0.0, settings.radius_cap) / settings.radius_cap
-            values += weights["average-radius"] * share
+            scaled = np.clip(radii, 0.0, settings.radius_cap) / settings.radius_cap
+            values += weights["average-radius"] * scaled
     return np.clip(values / sum(weights.values()), 0.0, 1.0)
 
 
@@ -145,9 +145,9 @@ def record_scores(settings: ScoreRecipe) -> dict[Objective, Value]:
 
 
 def values_by(score: Value, model: torch.nn.Module, dataset: Dataset, rows: int) -> np.ndarray:
-    """Each record's value in [0, 1]; 0 where a private one fails: float64 (records,).
+    """Return each record's value in [0, 1], float64 (records,); 0 if a private one fails.
 
-    rows: of a pass; 1 where the records are private.
+    rows: of a pass; 1 if the records are private.
     """
     found = np.zeros(len(dataset))
     with torch.inference_mode():
@@ -169,20 +169,22 @@ def values_by(score: Value, model: torch.nn.Module, dataset: Dataset, rows: int)
 def certified_radii(
     model: torch.nn.Module, dataset: Dataset, settings: ScoreRecipe, sigma: float, key: bytes
 ) -> np.ndarray:
-    """The certified L2 radius of each record, -1 where the class is wrong or nothing is certified
-    (Cohen et al. 2019): float64 (records,)."""
+    """Return the certified L2 radius of each record, float64 (records,) (Cohen et al. 2019).
+
+    It is -1 if the class is incorrect or nothing is certified.
+    """
     certify = Cohen(
         sigma=sigma,
-        n0=min(settings.samples, _MAX_SELECTION_DRAWS),
+        n0=min(settings.samples, _MAX_SELECTION_SAMPLES),
         n=settings.samples,
         alpha=settings.alpha,
         backend="frozen",
     )
     source = StreamKeys("score", derive_key(key, "score", "draws").hex(), "", "", "gaussian", sigma)
-    # On made-up inputs: whether the form is executed must not depend on private records.
+    # On invented inputs: which form is executed must not depend on private records.
     made_up = np.random.default_rng(0).random((_CHECK_ROWS, *dataset.input_shape), dtype=np.float32)
     place, shape = certify.build_sampler(model, dataset.input_shape), dataset.input_shape
-    # No row is executed again: whether a trial is stopped must not depend on private records.
+    # No row is executed again: whether a trial stops must not depend on private records.
     assignment = Assignment(
         model, certify, place, source, dataset.classes, shape, made_up, reexecution_key=None
     )

@@ -1,11 +1,11 @@
 """A private search from its recipe to the released winner, on Ray Tune; continued after a crash.
 
-The rules that make its guarantee true (docs/explanation/tuning.md): everything is drawn before the
-first trial; with a secret K all trials run to their end, whatever the others score (with num_trials
-fixed ASHA may stop some, all of which are paid for); a failed trial counts as minus infinity; a
-repetition replays with the same keys; only the best trial leaves private/; a search that is broken
-off releases nothing. Everything is checked before a search is drawn; nothing is written until all
-holds.
+The rules on which its guarantee depends (docs/explanation/tuning.md): everything is drawn before
+the first trial; with a secret K all trials run to their end, whatever the others score (with
+num_trials fixed ASHA may stop some, but epsilon covers all); a failed trial counts as minus
+infinity; a repetition replays with the same keys; only the best trial leaves private/; an
+interrupted search releases nothing. Everything is checked before a search is drawn, and before
+anything is written.
 """
 
 from __future__ import annotations
@@ -36,12 +36,7 @@ from dpdist.runs.charging import Hashed, check_charge, reserve_charge, settle_ch
 from dpdist.runs.folder import DifferentRecipeError, RunFolder, read_verified_ledger
 from dpdist.runs.recipe import Recipe, make_plan
 from dpdist.training.job import PACKAGES, check_records, check_trainable, check_users
-from dpdist.training.records import (
-    by_unit,
-    data_source,
-    private_records,
-    records_with_canaries,
-)
+from dpdist.training.records import by_unit, data_source, private_records, records_with_canaries
 from dpdist.tuning.manifest import (
     SearchFolder,
     best_trial,
@@ -83,13 +78,15 @@ class NoModelError(UserError):
 
 
 class Search:
-    """A prepared search. `prepare_search` makes it; `run` brings it to its end."""
+    """Run a prepared search, from `prepare_search`.
+
+    data_fingerprint: of the training records. assumptions: about the public parts that any trial
+    may start with, for a new search.
+    """
 
     def __init__(
         self, recipe: Recipe, folder: RunFolder, cost: SearchCost, data_fingerprint: str
     ) -> None:
-        """data_fingerprint: fingerprint of the training records. `assumptions`: what must hold of
-        the public parts that any trial may begin with, for a search that was not begun."""
         assert recipe.tune is not None
         self.recipe, self.cost, self.data_fingerprint = recipe, cost, data_fingerprint
         self.tune: TuneRecipe = recipe.tune
@@ -97,15 +94,15 @@ class Search:
         self.folder = SearchFolder(RunFolder(folder.path.resolve()))
         self.assumptions: list[str] = []
         self.way_out = "choose another --name"
-        self._since: tuple[int, float] | None = None  # trials done when, at the first report
+        self._since: tuple[int, float] | None = None  # trials done, and time, at the first report
         self._noise_by_values: dict[str, float] = {}
 
     def run(
         self, executor: Executor, progress: Progress = lambda done, total, rate, stage: None
     ) -> None:
-        """Run what is left of the search; afterwards the run folder holds the winner.
+        """Run the remaining search; afterwards the run folder is that of the winner.
 
-        Raises NoModelError when there is none, UserError and ClusterError for what can be mended.
+        Raises NoModelError if there is no winner, UserError and ClusterError for what can be fixed.
         """
         if self.run_folder.training_summary.exists():
             self._charge_budget(settle=True)  # a crash may have come between
@@ -127,14 +124,14 @@ class Search:
             self._charge_budget(settle=True)
             raise NoModelError(
                 f"{self.run_folder.path}: the search ended without a model, which is one of its "
-                f"outcomes, and costs as much as the others: {self.cost.guarantee}",
+                f"outcomes, with the same privacy cost as the others: {self.cost.guarantee}",
                 see="how-to/tuning.md#which-distribution",
             )
         self._promote_winner(winner)
         self._charge_budget(settle=True)
 
     def check_unchanged(self) -> None:
-        """Raise UserError when this search was begun with other records or another cost."""
+        """Raise UserError if this search was started with other records or privacy cost."""
         if not self.folder.terms.exists() or self.run_folder.training_summary.exists():
             return
         begun, terms = read_terms(self.folder), self._terms()
@@ -142,8 +139,8 @@ class Search:
         if changed:
             what = {
                 "data": "the private records",
-                "plan": "what the search costs",
-                "trial": "what a trial may cost",
+                "plan": "the privacy cost of the search",
+                "trial": "the privacy cost of a trial",
                 "score_noise": "the noise of the scores",
             }
             raise UserError(
@@ -151,22 +148,17 @@ class Search:
                 f"since this search was begun; restore it, or {self.way_out}"
             )
         for number in (trial.number for trial in read_trials(self.folder)):
-            read_scores(self.folder, number)  # whole, or no trial may go on: that is no failed one
+            read_scores(self.folder, number)  # a damaged file raises: it is not a failed trial
             if self.folder.settings_file(number).exists():
                 read_settings(self.folder, number)
         if self.folder.outcome.exists():
             read_winner(self.folder)
 
     def begin(self) -> Search:
-        """Draw everything and write it down, unless that was done before.
-
-        All that can fail comes before the first file.
-        """
-        if self.run_folder.training_summary.exists():
+        """Draw and write everything, unless it is written; errors come before the first file."""
+        if self.run_folder.training_summary.exists() or self.folder.terms.exists():
             return self
         terms = self._terms()
-        if self.folder.terms.exists():
-            return self
         self.recipe.check_constants()
         secret = self.recipe.privacy.run_key
         key = bytes.fromhex(secret) if secret else new_run_key()
@@ -183,7 +175,7 @@ class Search:
         return self
 
     def _keep_checked(self) -> None:
-        """Write down what else was found of the drawn trials, before any of them begins."""
+        """Write further results of checking the drawn trials, before any of them starts."""
 
     def _terms(self) -> dict[str, Any]:
         return {
@@ -196,7 +188,7 @@ class Search:
     # --- the trials
 
     def _run_trials(self, executor: Executor, concurrent: int) -> None:
-        """All trials to their end; those whose worker was lost are repeated, with the same keys."""
+        """Run all trials to their end; repeat those whose worker was lost, with the same keys."""
         for _ in range(self.recipe.resources.max_failures + 1):
             if not self._unfinished_trials():
                 return
@@ -204,7 +196,7 @@ class Search:
             try:
                 self._run_pass(executor, concurrent)
             finally:
-                # not the trial's fault: it must not count as failed
+                # It must not count as a failed trial.
                 if self.folder.disk_full_marker.exists():
                     raise DiskFullError(
                         f"{self.run_folder.path}: {os.strerror(errno.ENOSPC)}; make room, and the "
@@ -232,13 +224,13 @@ class Search:
 
     @property
     def _continue_trial(self) -> ContinueTrial:
-        """Return what brings a trial to its end."""
+        """Return the function that runs a trial to its end."""
         return continue_recipe_trial
 
     def plan_trial(self, values: TrialValues) -> tuple[Recipe, PrivacyPlan]:
-        """The recipe of a trial and the plan that it executes.
+        """Return the recipe of a trial and the plan that it executes.
 
-        Raises UserError when it costs more than what the search was accounted with.
+        Raises UserError if it exceeds the limit that the search accounts for.
         """
         where = self.cost.context
         noise = self.cost.trial_noise_multiplier(apply_values(self.recipe, values, where))
@@ -251,11 +243,11 @@ class Search:
         return trial, plan
 
     def example_trial(self) -> tuple[Recipe, PrivacyPlan]:
-        """A trial with the first value of every searched field."""
+        """Return recipe and plan of a trial with the first value of every searched field."""
         return self.plan_trial(next(iter_probe_values(self.tune)))
 
     def describe(self) -> list[tuple[str, str]]:
-        """Name and value of what the whole search is, for a dry run."""
+        """Return names and values that describe the search, for a dry run."""
         count, noise = len(scoring_data(self.recipe)), self.cost.score_noise
         if noise is None:
             scored = f"{count:,} records, public"
@@ -275,11 +267,11 @@ class Search:
         ]
 
     def trial_noise_multiplier(self, values: TrialValues) -> float:
-        """The noise multiplier of a trial, after checking its cost as `plan_trial` does."""
+        """Return the noise multiplier of a trial, after checking it as `plan_trial` does."""
         key = json.dumps(values, sort_keys=True)
         if key not in self._noise_by_values:
             noise = self.plan_trial(values)[0].privacy.noise_multiplier
-            assert noise is not None  # a trial's is settled
+            assert noise is not None  # a trial's noise is fixed
             self._noise_by_values[key] = noise
         return self._noise_by_values[key]
 
@@ -288,7 +280,7 @@ class Search:
         done = total - len(self._unfinished_trials())
         now = self.stages()
         stages = {"done": done, "trials": total, "stages": now}
-        with contextlib.suppress(OSError):  # a full disk is told by what has to be written
+        with contextlib.suppress(OSError):  # a full disk raises at a file that is needed
             write_json(self.folder.progress, stages, durable=False)
         if self._since is None:
             self._since = done, time.monotonic()
@@ -296,9 +288,9 @@ class Search:
         progress(done, total, rate, "; ".join(now))
 
     def stages(self) -> list[str]:
-        """Return the stage of each trial that was begun and has not ended.
+        """Return the stage of each trial that has started and not ended.
 
-        Where the number of trials is secret, so is this.
+        It is secret if the number of trials is.
         """
         found = []
         for number in self._unfinished_trials():
@@ -312,7 +304,7 @@ class Search:
     # --- the end
 
     def _check_trials(self) -> None:
-        """Raise UserError when a trial executed more than what was accounted: nothing is shown."""
+        """Raise UserError if a trial executed more than was accounted; then nothing is released."""
         limit = read_trial_limit(self.folder)
         for trial in read_trials(self.folder):
             own = self.folder.trial_folder(trial.number)
@@ -326,7 +318,7 @@ class Search:
         write_json(self.folder.outcome, {"winner": best_trial(trials, scores)})
 
     def _promote_winner(self, winner: int) -> None:
-        """Make the run folder the winner's. Repeatable; private/trained.json comes last."""
+        """Copy the winner into the run folder. Repeatable; private/trained.json comes last."""
         source, target = self.folder.trial_folder(winner), self.folder.run
         trained = source.require_trained()
         read_verified_ledger(source)
@@ -355,18 +347,18 @@ class Search:
         write_atomic(target.recipe_file, named.to_yaml())
         noise = named.privacy.noise_multiplier
         target.pin_recipe(named, noise, search_recipe=self.recipe)
-        if self.tune.num_trials.name == "fixed":  # all of it was paid for
+        if self.tune.num_trials.name == "fixed":  # epsilon covers all trials
             write_json(target.trials, read_json(target.search_record, {"trials": list})["trials"])
-        # How long it took depends on how many trials ran beside it.
+        # The time depends on how many trials ran at the same time.
         trained.pop("seconds", None)
         write_json(target.training_summary, trained)
 
     def _take_along(self, source: RunFolder, target: RunFolder) -> Recipe:
-        """Take what else the winner needs, and return its recipe."""
+        """Copy further files of the winner, and return its recipe."""
         return source.read_recipe()
 
     def _search_record(self, winner: int) -> dict[str, Any]:
-        """Return the terms of the search, and its trials where their number is fixed.
+        """Return the terms of the search, and its trials if their number is fixed.
 
         With a secret K nothing here depends on K or on a trial.
         """
@@ -384,9 +376,9 @@ class Search:
         }
 
     def _trial_rows(self, winner: int) -> list[dict[str, Any]]:
-        """Return what may be published of every trial.
+        """Return the publishable values of every trial.
 
-        Scores on private records are shares of how many there are by public numbers alone.
+        Scores on private records are divided by a number that follows from public numbers.
         """
         from dpdist.tuning.scoring import publishable_score
 
@@ -408,7 +400,7 @@ class Search:
     # --- the data set's budget
 
     def budget_records(self) -> Hashed:
-        """Return all private records of the search: some to train on, the others to score on."""
+        """Return all private records of the search, to train on and to score on."""
         return load_training_records(self.recipe, 0.0, 1.0)
 
     def _charge_id(self) -> str:
@@ -416,8 +408,7 @@ class Search:
         return result
 
     def check_budget(self, context: str) -> None:
-        """Raise UserError where a search that is not on record yet does not fit its records'
-        budget; charge nothing."""
+        """Raise UserError if a new search does not fit its records' budget; charge nothing."""
         if (budget := self.recipe.privacy.budget) is None:
             return
         begun = self.folder.processes.exists() and self._charge_id()
@@ -439,10 +430,10 @@ class Search:
             reserve_charge(self.recipe, records, charge, where)
 
     def _lineage(self, finished: bool) -> Lineage:
-        """Return the releases that this search may make, or made where it ended.
+        """Return the releases that this search may make, or made if it ended.
 
-        Of two copies of its folder each is charged for a search; a secret number of trials,
-        which both have, makes that too little.
+        Each of two copies of its folder is charged for a search. That is too little for a secret
+        number of trials, which both share, so it is then not allowed.
         """
         path = self.folder.processes
         known = read_json(path, {"processes": list})["processes"] if path.exists() else []
@@ -469,7 +460,7 @@ def _describe_step(trial: RunFolder) -> str:
 
 
 def load_training_records(recipe: Recipe, private_eval_fraction: float, fraction: float) -> Dataset:
-    """The training records of the recipe with these shares."""
+    """Return the training records of the recipe with these fractions."""
     section = recipe.data.model_copy(
         update={"private_eval_fraction": private_eval_fraction, "fraction": fraction}
     )
@@ -480,13 +471,15 @@ def load_training_records(recipe: Recipe, private_eval_fraction: float, fraction
 
 
 def prepare_search(recipe: Recipe, folder: RunFolder, context: str) -> Search:
-    """Check as `check_search` does, then draw the search, or read it back. Raises UserError, and
-    then nothing was written."""
+    """Check as `check_search` does, then draw the search, or read it.
+
+    After a UserError nothing is written.
+    """
     return check_search(recipe, folder, context).begin()
 
 
 def check_search(recipe: Recipe, folder: RunFolder, context: str) -> Search:
-    """Check all that can be checked, account the search, and write nothing. Raises UserError."""
+    """Return the checked and accounted search; write nothing. Raises UserError."""
     assert recipe.tune is not None
     if recipe.by_script is not None:
         raise UserError(
@@ -509,7 +502,7 @@ def check_search(recipe: Recipe, folder: RunFolder, context: str) -> Search:
         len(load_training_records(recipe, 0.0, 1.0)), private_eval_fraction, counted
     )
     cost = SearchCost(recipe, sizes, recipe.tune.num_trials, context)
-    # What is scored on is among it.
+    # All private records, also those that trials are scored on.
     everything = by_unit(recipe, private_records(recipe, data_source(recipe)))
     search = Search(recipe, folder, cost, everything.fingerprint)
     if not (continued and search.folder.terms.exists()):
@@ -529,12 +522,12 @@ def check_search(recipe: Recipe, folder: RunFolder, context: str) -> Search:
 
 
 def check_same_search(recipe: Recipe, folder: RunFolder) -> bool:
-    """Whether this search was begun before. Raises UserError when the folder holds another run."""
+    """Return whether this search was started before. Raises UserError for another run's folder."""
     if not folder.search_recipe_file.exists():
         # Between the two files of a beginning there is nothing else.
         if folder.check_same_recipe(recipe) and folder.plan.exists():
             raise DifferentRecipeError(
-                f"{folder.path}: holds a run without a search; choose another --name"
+                f"{folder.path}: contains a run without a search; choose another --name"
             )
         return False
     folder.check_format()
@@ -549,7 +542,7 @@ def check_same_search(recipe: Recipe, folder: RunFolder) -> bool:
 
 
 def _check_scoring(recipe: Recipe, dataset: Dataset, context: str) -> None:
-    """Raise UserError when the records or the objective of the scores cannot be used."""
+    """Raise UserError if the records or the objective of the scores cannot be used."""
     assert recipe.tune is not None
     score = recipe.tune.score
     records = scoring_data(recipe)
@@ -587,7 +580,7 @@ def _check_scoring(recipe: Recipe, dataset: Dataset, context: str) -> None:
 
 
 def check_certifiable(trial: Recipe, score: ScoreRecipe, context: str) -> None:
-    """Raise UserError when a trial cannot be scored by what is certified."""
+    """Raise UserError if a trial cannot be scored by certified objectives."""
     certify = trial.certify
     if certify is None or certify.sigma is None or certify.noise != "gaussian":
         raise UserError(
@@ -597,10 +590,10 @@ def check_certifiable(trial: Recipe, score: ScoreRecipe, context: str) -> None:
     p_lower = clopper_pearson_lower(score.samples, score.samples, score.alpha)
     reach = float(gaussian_l2_radius(p_lower, certify.sigma))
     if trial.method.capabilities.has_prediction_noise:
-        return  # noise inside the model certifies too, by how much only the trained one tells
+        return  # noise inside the model also certifies, by an amount that only training shows
     if score.radius is not None and score.radius > reach:
         raise UserError(
-            f"{context}: tune.score.radius: {score.samples} draws at alpha {score.alpha:g} never "
-            f"certify more than {reach:.3g} with certify.sigma {certify.sigma:g}: give more draws "
-            "or a larger sigma"
+            f"{context}: tune.score.radius: {score.samples} samples at alpha {score.alpha:g} never "
+            f"certify more than {reach:.3g} with certify.sigma {certify.sigma:g}: give more "
+            "samples or a larger sigma"
         )

@@ -1,8 +1,8 @@
 """Suggest trials to Ray Tune: in the manifest's order, or by an adaptive searcher.
 
-Ray asks for one trial after another; each is written down, with its noise, before it starts. So a
-continued search starts the trials it had, never others. An adaptive searcher (Optuna's TPE) is told
-scores that were paid for beforehand.
+Ray asks for one trial after another; each is written, with its noise, before it starts. So a
+continued search starts the trials it had, never others. An adaptive searcher (Optuna's TPE) gets
+only scores that epsilon already covers.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ METRIC = "score"
 
 
 class ManifestSearcher(Searcher):
-    """Hands out the numbers 0..K-1 of the manifest's trials, each with its settings on record.
+    """Suggest the numbers 0..K-1 of the manifest's trials, each with its settings on record.
 
-    noise_multiplier_of: the noise multiplier of a trial with given values. suggester: suggests
-    values where the manifest has none. stops_early: a scheduler may stop a trial between two rungs.
+    noise_multiplier_of: returns the noise multiplier of a trial from its values. suggester:
+    suggests values if the manifest has none. stops_early: whether a scheduler may stop a trial
+    between two rungs.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class ManifestSearcher(Searcher):
         self._numbers: dict[str, int] = {}
 
     def suggest(self, trial_id: str) -> Any:
-        """The next trial, as {"trial": number}, or that there are no more."""
+        """Return the next trial as {"trial": number}, or FINISHED."""
         if self._next == len(self._trials):
             return Searcher.FINISHED
         trial = self._trials[self._next]
@@ -61,7 +62,7 @@ class ManifestSearcher(Searcher):
         return {"trial": trial.number}
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
-        """Nothing: scores are read from the trials' own files."""
+        """Do nothing: scores are read from the trials' own files."""
 
     def on_trial_complete(
         self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False
@@ -78,20 +79,20 @@ class ManifestSearcher(Searcher):
             self._suggester.tell(trial_id, score)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Ray pickles its searcher beside its own state: without keys and settings."""
+        """Return no state, since Ray pickles the searcher: no keys and settings leave private/."""
         return {}
 
     def save(self, checkpoint_path: str) -> None:
-        """Nothing to save: the manifest and the trials' files are the state."""
+        """Do nothing: the manifest and the trials' files are the state."""
 
     def restore(self, checkpoint_path: str) -> None:
-        """Nothing to restore; a continued search makes a new searcher from the files."""
+        """Do nothing: a continued search builds a new searcher from the files."""
 
 
 def asha_scheduler(asha: AshaRecipe | None, **metric: Any) -> Any:
-    """Return Ray Tune's ASHA by the rungs of a recipe; None without.
+    """Return Ray Tune's ASHA by the rungs of a recipe, or None.
 
-    metric: and its mode, where the Tuner does not say them.
+    metric: `metric` and `mode`, unless the Tuner has them.
     """
     from ray.tune.schedulers import ASHAScheduler
 
@@ -108,9 +109,9 @@ def asha_scheduler(asha: AshaRecipe | None, **metric: Any) -> Any:
 
 
 def ray_domain(domain: Domain, by_position: bool = False) -> Any:
-    """Return Ray Tune's word for a domain.
+    """Return a domain as one of Ray Tune.
 
-    by_position: a choice is that of a position in its list.
+    by_position: whether a choice is a position in its list.
     """
     from ray import tune
 
@@ -123,7 +124,7 @@ def ray_domain(domain: Domain, by_position: bool = False) -> Any:
 
 
 class OptunaSuggester:
-    """Optuna's TPE through Ray Tune, fed with what an interrupted search had found."""
+    """Suggest values by Optuna's TPE through Ray Tune, from the scores of all earlier trials."""
 
     def __init__(
         self, tune: TuneRecipe, seed: int, evaluated: list[tuple[TrialValues, float]]
@@ -145,7 +146,7 @@ class OptunaSuggester:
             self._optuna_search.add_evaluated_point(point, score)
 
     def suggest(self, trial_id: str) -> TrialValues:
-        """Values of the searched fields for the next trial."""
+        """Return values of the searched fields for the next trial."""
         self._suggested_ids.add(trial_id)
         found = self._optuna_search.suggest(trial_id)
         assert isinstance(found, dict)
@@ -155,7 +156,7 @@ class OptunaSuggester:
         }
 
     def tell(self, trial_id: str, score: float | None) -> None:
-        """The last score of a trial that was suggested here; None for a failed one."""
+        """Give Optuna the last score of a trial that was suggested here; None for a failed one."""
         if trial_id in self._suggested_ids:
             result = None if score is None else {METRIC: score}
             self._optuna_search.on_trial_complete(trial_id, result, error=score is None)

@@ -4,17 +4,15 @@ Values are drawn independently of the data and of each other. A value is address
 dotted name, as in an error about a recipe: "method.radius", "training.learning_rate".
 
 The base mechanism of a search is one trial: training, and scoring by held-out private records (or
-by public ones, which costs nothing). Training and held-out records are told apart by a hash of the
-record (of its user, where users are the unit), so a record or user pays for one of the two: the
-worse counts, not their sum. With a secret random
-number of trials the best trial costs what `dpdist.privacy.calibration` computes; with a fixed one,
-plain composition.
+by public ones, without privacy cost). Training and held-out records are separated by a hash of the
+record (of its user, if users are the unit), so a record or user is used by one of the two: the
+worse counts, not their sum. With a secret random number of trials the privacy cost of the best
+trial is what `dpdist.privacy.calibration` computes; with a fixed one, plain composition.
 
-When the search varies the cost of a trial (noise, batch size, steps, share of the data, how a
+If the search varies the cost of a trial (noise, batch size, steps, fraction of the data, how a
 method splits its budget), the base is the pointwise maximum of the trials' profiles. With a target
 epsilon each trial gets the least noise with which its profile stays below that of the recipe's own
-setting. `TrialLimit` is the bound that every trial is held against, by its own plan, before it
-starts.
+setting. Every trial's own plan is checked against the bound `TrialLimit` before it starts.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from dpdist.config.search import Domain, NumTrialsRecipe, TuneRecipe
 from dpdist.core.errors import UserError
 from dpdist.methods.base import Method
-from dpdist.privacy.calibration import combine_training_and_scoring, repeat_phases
+from dpdist.privacy.calibration import calibrate_noise, combine_training_and_scoring, repeat_phases
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.phases import GaussianSteps, Phase, WorstOf, walk_phases
 from dpdist.privacy.plan import PrivacyPlan
@@ -52,7 +50,7 @@ if TYPE_CHECKING:
 
 TrialValues = dict[str, Any]
 
-# Fields that change what one training costs.
+# Fields that change the privacy cost of one training.
 COST_FIELDS = (
     "privacy.noise_multiplier",
     "training.batch_size",
@@ -60,22 +58,22 @@ COST_FIELDS = (
     "training.epochs",
     "data.fraction",
 )
-# Fields that are the same in all trials, whichever way a trial's values are given.
+# Fields that must be the same in all trials.
 _UNSEARCHABLE_FIELDS = {
     "name": "it names the run",
-    "data": "all trials are about the same records (data.fraction may be searched)",
+    "data": "all trials use the same records (data.fraction may be searched)",
     "tune": "a search does not search itself",
     "public": "what is trained on public records is trained once, before the search",
     "statistics": "they are bought once, before the search",
-    "resources": "it changes nothing that is learned",
-    "certify.alpha": "the error of a certificate is not chosen by its score",
+    "resources": "it does not affect the trained model",
+    "certify.alpha": "the error of a certificate must not be chosen by its score",
 }
 _SEARCHABLE_PRIVACY = ("privacy.noise_multiplier", "privacy.clip_norm", "privacy.clipping")
 _PROBE_POSITION = (math.sqrt(5) - 1) / 2  # somewhere between the ends of a range
 
 
 def domain_value(domain: Domain, uniform: float) -> Any:
-    """The value at `uniform` in [0, 1) of a domain's distribution."""
+    """Return the value of a domain's distribution at `uniform` in [0, 1)."""
     if domain.choice is not None:
         return copy.deepcopy(domain.choice[int(uniform * len(domain.choice))])
     if domain.integer is not None:
@@ -90,20 +88,23 @@ def domain_value(domain: Domain, uniform: float) -> Any:
 
 
 def draw_values(tune: TuneRecipe, uniform: Callable[[], float]) -> TrialValues:
-    """One independent value for each searched field. uniform: a fresh number in [0, 1) per call."""
+    """Return one independent value per searched field. uniform: returns new numbers in [0, 1)."""
     return {key: domain_value(domain, uniform()) for key, domain in tune.space.items()}
 
 
 def iter_searched_fields(tune: TuneRecipe) -> Iterator[tuple[str, str]]:
-    """Every field that the search sets, with the name of its entry in the space."""
+    """Yield every field that the search sets, with the name of its entry in the space."""
     for key, domain in tune.space.items():
         for field in (key, *domain.linked):
             yield field, key
 
 
 def iter_probe_values(tune: TuneRecipe) -> Iterator[TrialValues]:
-    """Values that show what the space contains: every listed value and both ends of every range,
-    one entry at a time, all last ones together, and a number between the ends of each range."""
+    """Yield values that represent the space.
+
+    They are every listed value and both ends of every range, one entry at a time, all last ones
+    together, and a number between the ends of each range.
+    """
     first = {key: domain.values_or_bounds[0] for key, domain in tune.space.items()}
     yield first
     yield {key: domain.values_or_bounds[-1] for key, domain in tune.space.items()}
@@ -115,10 +116,10 @@ def iter_probe_values(tune: TuneRecipe) -> Iterator[TrialValues]:
 
 
 def apply_values(recipe: Recipe, values: Mapping[str, Any], context: str) -> Recipe:
-    """The recipe of one trial: the values put in, without the search itself.
+    """Return the recipe of one trial, with the values and without the search.
 
-    Raises UserError, beginning with `context`, for a value that the recipe does not take, and for
-    one that changes a field that is the same in all trials: also by a section that leaves it out.
+    Raises UserError, beginning with `context`, for a value that the recipe does not accept, and for
+    one that changes a field that must be the same in all trials, also by a section that omits it.
     """
     assert recipe.tune is not None
     raw = recipe.model_dump(mode="json")
@@ -128,7 +129,7 @@ def apply_values(recipe: Recipe, values: Mapping[str, Any], context: str) -> Rec
         for field in (key, *domain.linked):
             _set_field(raw, field, domain.value_of(field, value), f"{context}: tune.space.{key}")
     trial = parse_recipe(raw, context)
-    try:  # a method that is listed may be none for a search
+    try:  # a listed method may not support a search
         trial.method.check(trial.model_copy(update={"tune": recipe.tune}))
     except ValueError as error:
         raise UserError(f"{context}: tune.space: {error}") from error
@@ -137,8 +138,7 @@ def apply_values(recipe: Recipe, values: Mapping[str, Any], context: str) -> Rec
 
 
 def check_space(recipe: Recipe, context: str) -> None:
-    """Raise UserError for a field that cannot be searched, or an end of a domain that the recipe
-    does not take."""
+    """Raise UserError for a field that cannot be searched, or a value that is not accepted."""
     tune = recipe.tune
     assert tune is not None
     seen: list[str] = []
@@ -179,7 +179,7 @@ def _unsearchable_reason(recipe: Recipe, field: str) -> str | None:
 
 
 def _check_unsearchable_fields(recipe: Recipe, trial: Recipe, context: str) -> None:
-    """Raise UserError when a trial differs from the recipe in what a search may not change."""
+    """Raise UserError if a trial differs from the recipe in a field that cannot be searched."""
     mine = dict(flatten(recipe.model_dump(mode="json", exclude={"tune"})))
     other = dict(flatten(trial.model_dump(mode="json", exclude={"tune"})))
     assert recipe.tune is not None
@@ -203,8 +203,6 @@ def _set_field(raw: dict[str, Any], dotted: str, value: Any, context: str) -> No
             raise UserError(
                 f"{context}: the recipe has no {'.'.join(parents[: depth + 1])} section"
             )
-    if last not in section and parents != ["model", "options"]:
-        raise UserError(f"{context}: the recipe has no such field")
     section[last] = copy.deepcopy(value)
 
 
@@ -212,7 +210,7 @@ def _set_field(raw: dict[str, Any], dotted: str, value: Any, context: str) -> No
 
 
 def trial_cost(recipe: Recipe) -> tuple[Any, ...]:
-    """Return the settings of a recipe that determine what one training costs, to compare them."""
+    """Return the settings of a recipe that determine the privacy cost of one training."""
     fields = (field.split(".") for field in COST_FIELDS)
     own = (getattr(getattr(recipe, section), name) for section, name in fields)
     return (*own, one_step_cost(recipe.method))
@@ -221,16 +219,16 @@ def trial_cost(recipe: Recipe) -> tuple[Any, ...]:
 def settings_of_space(
     tune: TuneRecipe, recipe_of: Callable[[TrialValues], Recipe], costly: Sequence[str], where: str
 ) -> tuple[Recipe, ...]:
-    """Return the recipes that the space's values make, one for each cost of a training.
+    """Return the recipes that the space's values give, one for each privacy cost of a training.
 
     Args:
         tune: with the space.
-        recipe_of: the recipe of a trial with these values.
+        recipe_of: returns the recipe of a trial with these values.
         costly: entries of the space that may change the cost; their listed values are combined.
-        where: the space, for complaints.
+        where: name of the space, for error messages.
 
     Raises:
-        UserError: a range changes the cost: what lies between its ends is not known.
+        UserError: a range changes the cost, which is then unknown between its ends.
     """
     first = {key: domain.values_or_bounds[0] for key, domain in tune.space.items()}
     domains = {key: tune.space[key] for key in costly}
@@ -245,18 +243,15 @@ def settings_of_space(
             for value in (domain.values_or_bounds[-1], domain_value(domain, _PROBE_POSITION)):
                 if trial_cost(recipe_of({**values, key: value})) != trial_cost(recipe):
                     raise UserError(
-                        f"{where}.{key}: changes what a trial costs; list its values (choice) "
-                        "in place of a range"
+                        f"{where}.{key}: changes a trial's privacy cost; list its values (choice) "
+                        "instead of a range"
                     )
         found.setdefault(trial_cost(recipe), recipe)
     return tuple(found.values())
 
 
 def settings_of_recipe(recipe: Recipe, context: str) -> tuple[Recipe, ...]:
-    """Return the recipes of trials, one for each cost, whatever the searched fields are called.
-
-    Raises UserError as `settings_of_space` does.
-    """
+    """Return the recipes of trials, one for each privacy cost. Raises as `settings_of_space`."""
     tune = recipe.tune
     assert tune is not None
     costly = [
@@ -274,7 +269,7 @@ def settings_of_recipe(recipe: Recipe, context: str) -> tuple[Recipe, ...]:
 
 
 def one_step_cost(method: Method) -> tuple[Phase, ...]:
-    """Return the phases that tell methods of different cost apart at the same steps."""
+    """Return a method's phases for one step, by which costs of methods are compared."""
     return method.cost(GaussianSteps(1, 1.0, 1.0))
 
 
@@ -283,19 +278,19 @@ def one_step_cost(method: Method) -> tuple[Phase, ...]:
 
 # Settings whose sampling rates differ by less than this factor are covered by one.
 _RATE_RATIO = 1.05
-# Of the guarantee's delta, this share is given up to a floor below which no trial's profile counts,
-# so that its noise is not dictated by deltas that hardly matter.
-_FLOOR_SHARE = 1e-3
+# This fraction of the guarantee's delta is a floor below which no trial's profile counts, so that
+# tiny deltas do not determine its noise.
+_FLOOR_FRACTION = 1e-3
 _NOISE_TOLERANCE = 1e-3  # relative, on a trial's noise
 _MAX_NOISE_MULTIPLIER = 1e6  # of a trial's noise
 
 
 @dataclass(frozen=True)
 class RecordCounts:
-    """Numbers of records, all public; of users where a user is the unit.
+    """Hold public numbers of records; of users if a user is the unit.
 
-    total: before anything is held out. count_training_records: (share to train on -> number of
-    training records) as counted; without it, expected.
+    total: before anything is held out. count_training_records: returns the real number of training
+    records from the fraction to train on; without it, numbers are expected.
     """
 
     total: int
@@ -303,14 +298,17 @@ class RecordCounts:
     count_training_records: Callable[[float], int] | None = None
 
     def training_records(self, fraction: float) -> int:
+        """Return the number of records that a trial trains on. fraction: data.fraction."""
         if self.count_training_records is not None:
             return self.count_training_records(fraction)
         return max(1, math.floor(self.total * (1 - self.private_eval_fraction) * fraction))
 
 
 def private_eval_fraction_of(recipe: Recipe) -> float:
-    """The share of the private records that no trial trains on: what data.private_eval_fraction
-    keeps out of everything, and of the others those that trials are scored on."""
+    """Return the fraction of the private records that no trial trains on.
+
+    It is data.private_eval_fraction, and of the others those that trials are scored on.
+    """
     assert recipe.tune is not None
     score, aside = recipe.tune.score, recipe.data.private_eval_fraction
     own = score.public is not None or score.function is not None
@@ -319,12 +317,12 @@ def private_eval_fraction_of(recipe: Recipe) -> float:
 
 @dataclass(frozen=True)
 class SearchCost:
-    """The cost of the search that a recipe's `tune` section asks for.
+    """Compute the privacy cost of the search in a recipe's `tune` section.
 
-    settings: recipes of trials, one for each cost; by default those that the space makes.
+    settings: recipes of trials, one for each cost; by default those of the space.
 
-    Raises UserError, beginning with `context`, when a property cannot be had: a target out of
-    reach, or a mechanism that no theorem covers.
+    Properties raise UserError, beginning with `context`, for a target out of reach, or a mechanism
+    that no theorem covers.
     """
 
     recipe: Recipe
@@ -337,12 +335,12 @@ class SearchCost:
 
     @cached_property
     def _settings(self) -> tuple[Recipe, ...]:
-        """Recipes of trials, one for each cost."""
+        """Return recipes of trials, one for each privacy cost."""
         return self.settings or settings_of_recipe(self.recipe, self.context)
 
     @cached_property
     def _methods(self) -> dict[tuple[Phase, ...], Method]:
-        """Methods of trials by what they cost with the same steps."""
+        """Return methods of trials, by their cost of one step."""
         found: dict[tuple[Phase, ...], Method] = {}
         for each in self._settings:
             found.setdefault(one_step_cost(each.method), each.method)
@@ -350,7 +348,7 @@ class SearchCost:
 
     @cached_property
     def varies_cost(self) -> bool:
-        """Whether the search changes what one training costs."""
+        """Return whether the search changes the privacy cost of one training."""
         return {trial_cost(each) for each in self._settings} != {trial_cost(self.recipe)}
 
     @property
@@ -358,15 +356,17 @@ class SearchCost:
         return self.record_counts.training_records(self.recipe.data.fraction)
 
     def _training_phases(self, noise: float) -> tuple[Phase, ...]:
-        """The train side of the base mechanism, at a noise multiplier of the recipe's setting."""
+        """Return the phases of training in the base mechanism, at the recipe's noise multiplier."""
         if self.varies_cost and self.recipe.privacy.epsilon is None:
             return (WorstOf(tuple(self._worst_case_phases())),)
         own = self._recipe_plan(self.recipe, self._training_records, noise).phases
         return (WorstOf((own,), self._delta_floor),) if self.varies_cost else own
 
     def _worst_case_phases(self) -> list[tuple[Phase, ...]]:
-        """Phases of which every setting in the space is a post-processing of one."""
-        # Settings of nearly the same rate are covered by one.
+        """Return phases such that every setting in the space is a post-processing of one.
+
+        Settings of nearly the same rate are covered by one.
+        """
         near: dict[tuple[float, int], tuple[float, int]] = {}
         for each in self._settings:
             records = self.record_counts.training_records(each.data.fraction)
@@ -378,7 +378,7 @@ class SearchCost:
             near[place] = (max(rate, known[0]), max(steps, known[1]))
         cap, found = self.recipe.privacy.batch_cap, set[GaussianSteps]()
         for (noise, _), (rate, steps) in near.items():
-            # Each rises with the mean rate.
+            # Each rate increases with the mean rate.
             classes = checked_class_rates(self.recipe, rate, self.context)
             highest = rate if classes is None else classes.largest
             found.add(GaussianSteps(int(steps), float(noise), highest, cap, classes))
@@ -388,7 +388,7 @@ class SearchCost:
     # --- the whole
 
     def _search_phases(self, phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
-        """A search over trials that each execute these phases, after what is bought once."""
+        """Return the phases of a search over trials of these phases, and of its statistics."""
         searched = repeat_phases(phases, self.num_trials.secret_distribution, self.num_trials.runs)
         return (*searched, *self.recipe.statistics_phases)
 
@@ -406,33 +406,32 @@ class SearchCost:
     @cached_property
     def noise_multiplier(self) -> float:
         """Return the noise of the recipe's own setting: given, or the least that meets epsilon."""
-        given = self.recipe.privacy.noise_multiplier
+        given, before = self.recipe.privacy.noise_multiplier, self._bought_before
         if given is not None:
             return given
-        before = self._bought_before
-
-        def phases_with(noise: float) -> tuple[Phase, ...]:
-            return (*before, *self._search_phases(self._training_phases(noise)))
-
-        return self._calibrate_noise(phases_with)
+        return self._calibrate_noise(
+            lambda noise: (*before, *self._search_phases(self._training_phases(noise)))
+        )
 
     @property
     def _bought_before(self) -> tuple[Phase, ...]:
-        """Return the statistics that a script bought before its search, which the target covers."""
+        """Return the statistics that a script bought before its search; the target covers them."""
         return self.recipe.phases_in_target(self._plan(()))
 
     @property
     def _delta_floor(self) -> float:
-        """The delta up to which any trial's profile may reach, when trials get noise of their own:
-        each of E[K] trials is charged it."""
-        return _FLOOR_SHARE * self.recipe.privacy.delta / self.num_trials.mean_trials
+        """Return the delta up to which any trial's profile may be, if trials get their own noise.
+
+        Each of E[K] trials is charged it.
+        """
+        return _FLOOR_FRACTION * self.recipe.privacy.delta / self.num_trials.mean_trials
 
     @cached_property
     def score_noise(self) -> float | None:
-        """Standard deviation of the noise on the count of held-out records; None for public ones.
+        """Return the standard deviation of noise on the held-out count; None for public records.
 
-        Where a user is the unit, users are counted. By default the least with which a held-out
-        record (user) pays no more than one that is trained on.
+        Users are counted if a user is the unit. By default it is the least noise for which epsilon
+        of a held-out record (user) is at most that of a training record.
         """
         tune = self.recipe.tune
         assert tune is not None
@@ -447,16 +446,16 @@ class SearchCost:
 
     @cached_property
     def plan(self) -> PrivacyPlan:
-        """The plan of training and search together."""
+        """Return the plan of training and search together."""
         training = self._training_phases(self.noise_multiplier)
         self._check_method_costs()
         if self.score_noise is None:
             return self._check_plan(self._search_phases(training))
         if self.recipe.privacy.adjacency != "add-or-remove-one":
             raise UserError(
-                f"{self.context}: tune.score: held-out records are accounted under "
-                "add-or-remove-one only (a replaced record may change sides and then pays for "
-                "both); score on public records (tune.score.public)",
+                f"{self.context}: tune.score: held-out records are accounted only under "
+                "add-or-remove-one (a replaced record may change sides and is then in both); score "
+                "on public records (tune.score.public)",
                 see="explanation/tuning.md#what-is-counted",
             )
         assert self.recipe.tune is not None
@@ -473,7 +472,7 @@ class SearchCost:
 
     @cached_property
     def one_training_guarantee(self) -> Guarantee:
-        """Return the cost of a single training with the same noise, without any search."""
+        """Return the guarantee of a single training with the same noise, without a search."""
         training = self._training_phases(self.noise_multiplier)
         return self._plan((*training, *self.recipe.statistics_phases)).guarantee()
 
@@ -493,8 +492,6 @@ class SearchCost:
     def _calibrate_noise(
         self, phases_with: Callable[[float], Sequence[Phase]], epsilon: float | None = None
     ) -> float:
-        from dpdist.privacy.calibration import calibrate_noise
-
         target = self.recipe.privacy.epsilon if epsilon is None else epsilon
         assert target is not None
 
@@ -507,7 +504,7 @@ class SearchCost:
             raise UserError(f"{self.context}: privacy.epsilon: {error}, got {target}") from error
 
     def _recipe_plan(self, recipe: Recipe, records: int, noise: float) -> PrivacyPlan:
-        trial = recipe.model_copy(update={"statistics": None})  # which are bought once
+        trial = recipe.model_copy(update={"statistics": None})  # bought once, not in each trial
         try:
             return plan_with_noise(trial, records, noise)
         except ValueError as error:
@@ -517,11 +514,11 @@ class SearchCost:
 
     @cached_property
     def trial_limit(self) -> TrialLimit:
-        """Return the limit of one trial's training, from which the search's price is computed."""
+        """Return the limit of one trial's training, from which the search's cost is computed."""
         return TrialLimit(self._plan(self._training_phases(self.noise_multiplier)))
 
     def _check_method_costs(self) -> None:
-        """Raise UserError for a method that costs too much whatever the noise of its steps."""
+        """Raise UserError for a method that exceeds the limit with any noise of its steps."""
         if self.recipe.privacy.epsilon is None:
             return
         own = one_step_cost(self.recipe.method)
@@ -538,8 +535,7 @@ class SearchCost:
                 )
 
     def trial_noise_multiplier(self, trial: Recipe) -> float:
-        """The noise multiplier of one trial's recipe (made by
-        `dpdist.tuning.space.apply_values`)."""
+        """Return the noise multiplier of one trial's recipe (from `apply_values`)."""
         if trial.privacy.noise_multiplier is not None:
             return trial.privacy.noise_multiplier
         if not self.varies_cost:
@@ -559,28 +555,28 @@ class SearchCost:
         while high / low > 1 + _NOISE_TOLERANCE:
             middle = math.sqrt(low * high)
             low, high = (low, middle) if fits(middle) else (middle, high)
-        while not fits(high, coarser=1):  # what counts is the grid that the price is computed on
+        while not fits(high, coarser=1):  # on the grid of the search's cost
             high *= 1 + _NOISE_TOLERANCE
         return high
 
 
 @dataclass(frozen=True)
 class TrialLimit:
-    """The limit of one trial's training.
+    """Check one trial's training against the limit that the search accounts for.
 
-    base_plan: the plan from which the search's price is computed.
+    base_plan: the plan from which the search's privacy cost is computed.
 
-    A trial is within the limit when it is a post-processing of one of the base's choices, or when
-    the base is priced by nothing but its profile and the trial's own stays below it, on the grid
-    that the price is computed on.
+    A trial is within the limit if it is a post-processing of one of the base's choices, or if the
+    base's cost depends only on its profile and the trial's own stays below it, on the grid of that
+    computation.
     """
 
     base_plan: PrivacyPlan
 
     def allows(self, trial: PrivacyPlan, grid_factor: int = 1) -> bool:
-        """Whether a trial, by the plan that it executes, costs no more.
+        """Return whether a trial, by its plan, is within the limit.
 
-        grid_factor: how many times the price's grid, for a first answer that need not be true.
+        grid_factor: multiplies the grid, for a first answer that may be incorrect.
         """
         base = self.base_plan
         if (trial.delta, trial.adjacency) != (base.delta, base.adjacency):
@@ -601,15 +597,15 @@ class TrialLimit:
         if not self.allows(trial):
             raise UserError(
                 f"{context}: this training is not covered by what the search was accounted with, "
-                f"so it is not begun, and fails as a trial: {trial.phases} against "
+                f"so it is not started, and fails as a trial: {trial.phases} against "
                 f"{self.base_plan.phases}"
             )
 
     def _profile_covers(self, trial: PrivacyPlan, grid_factor: int) -> bool:
-        """Path by path: a record takes as many through the trial as through the base.
+        """Return whether the base's profile is above the trial's on every path of a record.
 
-        The price is computed on this grid or a coarser one, on which the base costs more still. It
-        charges the rounding of the base: what a trial's own is larger by must be below as well.
+        The search's cost is computed on this grid or a coarser one, on which the base costs more.
+        It includes the rounding of the base: a larger rounding of the trial is a margin here.
         """
         from dpdist.privacy.accounting import compute_privacy_losses
         from dpdist.privacy.pld import UnsupportedMechanismError, compute_privacy_loss
@@ -638,12 +634,12 @@ class TrialLimit:
 
     @cached_property
     def _base_losses(self) -> dict[int, tuple[list[float], list[PrivacyLoss]]]:
-        """Grids and losses of the base's paths, by how much coarser."""
+        """Return the cache of grids and losses of the base's paths, by grid factor."""
         return {}
 
 
 def _is_post_processing(own: Sequence[Phase], other: Sequence[Phase]) -> bool:
-    """Whether a sequence of phases costs no more than another, phase by phase."""
+    """Return whether a sequence of phases costs no more than another, phase by phase."""
     return len(own) == len(other) and all(
         a.dominated_by(b) for a, b in zip(own, other, strict=True)
     )

@@ -1,11 +1,11 @@
-"""Run the trials of a search: train under its own key, score, write the score down.
+"""Run the trials of a search: train each under its own key, score it, write the score.
 
-A trial reads everything from the search's private folder, so that nothing secret travels through
+A trial reads everything from the search's private folder, so that nothing secret is sent through
 Ray, and does each part once: a trial that is repeated after a crash replays its training exactly,
-from its checkpoint and with the same keys, and never scores anew what it has scored. A trial that
-cannot continue, or cannot replay exactly, has failed; that is an outcome like any other. Ray Tune
-makes one pass over all trials and is told numbers only. Whether everything fits into the cluster
-is checked before anything starts.
+from its checkpoint and with the same keys, and never repeats a score. A trial that cannot continue,
+or cannot replay exactly, has failed; that is an outcome like any other. Ray Tune makes one pass
+over all trials and gets only numbers. Whether everything fits into the cluster is checked before
+anything starts.
 """
 
 from __future__ import annotations
@@ -50,20 +50,17 @@ from dpdist.tuning.space import TrialValues, apply_values, private_eval_fraction
 # --- cluster resources of a trial -------------------------------------------------------------
 
 
-# Every Ray cluster has this resource, once, on its head node. A trial whose training has workers of
-# its own holds a sliver of it and no CPU: a trial that held the CPU its workers wait for would wait
-# for ever.
+# Every Ray cluster has this resource, once, on its head node. A trial whose training has its own
+# workers uses a small part of it and no CPU: a trial with the CPU that its workers need would wait
+# forever.
 HEAD_NODE_RESOURCE = "node:__internal_head__"
-_SLOT_SHARE = 0.001
+_SLOT = 0.001
 
 
 def trial_resources(resources: ResourcesRecipe) -> dict[str, float]:
-    """Return the resources of Ray that one trial holds.
-
-    They are its only worker, or a slot beside Ray Train's.
-    """
+    """Return the Ray resources of one trial: its only worker, or a slot besides Ray Train's."""
     if resources.max_workers > 1:
-        return {HEAD_NODE_RESOURCE: _SLOT_SHARE}
+        return {HEAD_NODE_RESOURCE: _SLOT}
     bundle = {"CPU": resources.cpus_per_worker}
     if resources.gpus_per_worker:
         bundle["GPU"] = resources.gpus_per_worker
@@ -73,10 +70,9 @@ def trial_resources(resources: ResourcesRecipe) -> dict[str, float]:
 def count_concurrent_trials(
     resources: ResourcesRecipe, requested: int | None, nodes: list[Host]
 ) -> int:
-    """How many trials run at the same time: as many as fit, or as many as wanted.
+    """Return how many trials run at the same time: as many as requested, or as fit.
 
-    Raises ClusterError, before anything waits for ever, when not even one fits or not as many as
-    wanted.
+    Raises ClusterError if not even one fits, or fewer than requested.
     """
     places = sum(_workers_that_fit(node, resources) for node in nodes)
     fitting = places // resources.max_workers
@@ -99,8 +95,7 @@ def count_concurrent_trials(
             f"tune.concurrent: {requested} trials at once, each of {need}, do not fit: there are "
             f"{have}, room for {fitting}"
         )
-    # A slot is a thousandth of a resource that exists once.
-    return min(requested or fitting, math.floor(0.9 / _SLOT_SHARE))
+    return min(requested or fitting, math.floor(0.9 / _SLOT))
 
 
 def _workers_that_fit(node: Host, resources: ResourcesRecipe) -> int:
@@ -108,7 +103,7 @@ def _workers_that_fit(node: Host, resources: ResourcesRecipe) -> int:
     places = math.floor(node.cpus / resources.cpus_per_worker + tiny)
     if resources.gpus_per_worker:
         gpus = resources.gpus_per_worker
-        if gpus < 1:  # a worker's share lies on one GPU
+        if gpus < 1:  # a worker uses a fraction of one GPU
             per_node = math.floor(node.gpus + tiny) * math.floor(1 / gpus + tiny)
         else:
             per_node = math.floor(node.gpus / gpus + tiny)
@@ -122,7 +117,7 @@ def _workers_that_fit(node: Host, resources: ResourcesRecipe) -> int:
 ScoreReporter = Callable[[int, float], None]  # rung (from 1), score
 
 
-# of a search, a trial's number and its scores so far: trains, scores and writes down
+# Takes a search, a trial's number and its scores so far; trains, scores and writes the scores.
 ContinueTrial = Callable[[SearchFolder, int, dict[str, Any], ScoreReporter], None]
 
 
@@ -133,12 +128,11 @@ def run_trial(
     report: ScoreReporter,
     continue_trial: ContinueTrial,
 ) -> None:
-    """Bring trial `number` of the search under run folder `path` to its end, however far it was.
+    """Run, or continue, trial `number` of the search under run folder `path` to its end.
 
     packages: the driver's. report: called with every rung's score, also those from before a crash.
-    continue_trial: trains and scores, from where the trial stands.
-    Errors that a repetition may mend (a lost worker) are raised; all others make the trial a failed
-    one.
+    continue_trial: trains and scores. Errors that a repetition may fix (a lost worker) are raised;
+    with any other error the trial has failed.
     """
     folder = SearchFolder(RunFolder(path))
     state = read_scores(folder, number)
@@ -150,7 +144,7 @@ def run_trial(
     try:
         continue_trial(folder, number, state, report)
     except JournalBusy:
-        raise  # an attempt that was given up still holds the ledger
+        raise  # an abandoned attempt still holds the ledger
     except (UserError, LedgerError, ReplayConflict, ValueError, OSError) as error:
         if is_disk_full(error):
             folder.disk_full_marker.touch()
@@ -162,7 +156,7 @@ def run_trial(
 def trial_recipe(
     search_recipe: Recipe, settings: dict[str, Any], key: bytes, context: str
 ) -> Recipe:
-    """The recipe of a trial: values put in, noise fixed, no budget or search of its own."""
+    """Return the recipe of a trial, with values and noise, without budget and search."""
     chosen = apply_values(search_recipe, settings["values"], context)
     fixed = search_recipe.privacy.run_key is not None  # of tests: every trial is then repeatable
     own = {
@@ -173,7 +167,7 @@ def trial_recipe(
     held_out = {"private_eval_fraction": private_eval_fraction_of(search_recipe)}
     return chosen.model_copy(
         update={
-            "statistics": None,  # they are bought outside of the trials
+            "statistics": None,  # bought once, outside of the trials
             "data": chosen.data.model_copy(update=held_out),
             "privacy": chosen.privacy.model_copy(update=own),
         }
@@ -181,25 +175,22 @@ def trial_recipe(
 
 
 def scoring_data(search_recipe: Recipe) -> Dataset:
-    """The records that trials are scored on: named public ones, or private ones that no trial
-    trains on, beside those that data.private_eval_fraction keeps out of training and search.
-    Private ones are by user where a user is the unit."""
+    """Return the records that trials are scored on: public ones, or private held-out ones.
+
+    No trial trains on these, and data.private_eval_fraction keeps further ones out of the search.
+    Private ones are by user if a user is the unit.
+    """
     tune = search_recipe.tune
     assert tune is not None
-    public = tune.score.public
-    if public is None:
-        low, high = (
-            search_recipe.data.private_eval_fraction,
-            private_eval_fraction_of(search_recipe),
-        )
-        source = data_source(search_recipe)
-        private_eval_data = private_records_between(search_recipe, source, low, high)
-        return by_unit(search_recipe, private_eval_data)
-    return public_data(search_recipe, public)
+    if tune.score.public is not None:
+        return public_data(search_recipe, tune.score.public)
+    low, high = search_recipe.data.private_eval_fraction, private_eval_fraction_of(search_recipe)
+    held_out = private_records_between(search_recipe, data_source(search_recipe), low, high)
+    return by_unit(search_recipe, held_out)
 
 
 def public_data(search_recipe: Recipe, public: PublicData) -> Dataset:
-    """Named public records."""
+    """Return the named public records."""
     source = data_source(search_recipe)
     root = source.root if public.root is None else public.root
     split = "train" if public.split == "train" else "test"
@@ -216,7 +207,7 @@ def public_data(search_recipe: Recipe, public: PublicData) -> Dataset:
 
 
 def rung_steps(steps: int, rungs: int, factor: int) -> list[int]:
-    """Steps after which a trial is scored, the last after all of them."""
+    """Return the steps after which a trial is scored, the last one after all of them."""
     return [max(1, steps * factor**rung // factor ** (rungs - 1)) for rung in range(rungs)]
 
 
@@ -265,11 +256,11 @@ def score_key(
     scoring_records: Dataset,
     noise: float | None,
 ) -> bytes:
-    """Return the key of a score's noise: another one for everything that the score is made of.
+    """Return the key of a score's noise, which depends on everything that the score depends on.
 
-    In two copies of a search the same trial may have another model, or be scored otherwise: the
-    same noise on both counts would be none on their difference. To score again after a crash is an
-    exact replay. A fixed key is for tests, which want the same again.
+    In two copies of a search the same trial may have a different model, or be scored differently:
+    with the same noise on both counts their difference would have no noise. Scoring again after a
+    crash is an exact replay. With a fixed run key, as in tests, only the rung counts.
     """
     if search_recipe.privacy.run_key is not None:
         return derive_key(trial.key, "rung", rung)
@@ -287,7 +278,7 @@ def score_key(
 
 
 def prepare_trial(folder: SearchFolder, search_recipe: Recipe, trial: Trial) -> TrainJob:
-    """The trial's run folder with its drawn key in it; read back when it was begun before."""
+    """Return the job of a trial, and start its run folder with the drawn key, or continue it."""
     where = f"trial {trial.number}"
     settings = read_settings(folder, trial.number)
     recipe = trial_recipe(search_recipe, settings, trial.key, where)
@@ -297,16 +288,16 @@ def prepare_trial(folder: SearchFolder, search_recipe: Recipe, trial: Trial) -> 
 
 
 def begin_trial_folder(own: RunFolder, recipe: Recipe, trial: Trial) -> None:
-    """Make the run folder of a trial with its drawn key in it, unless that was done before."""
+    """Create the run folder of a trial with its drawn key, unless it exists."""
     own.create_or_open(recipe)
     ensure_run_key(own, recipe.privacy.run_key, derive_key(trial.key, "run key"))
 
 
 class TrialExecutor(LocalExecutor):
-    """Do the work of a trial in its own process; train several workers on Ray Train."""
+    """Run a trial's single worker in this process, and several workers on Ray Train."""
 
     def run_workers(self, group: WorkerGroup) -> None:
-        """Run a single worker here, which saves the 15 seconds that Ray Train takes to start."""
+        """Run a single worker here, which saves the 15 seconds of Ray Train's start."""
         if group.max_workers == 1:
             super().run_workers(group)
             return
@@ -317,11 +308,9 @@ class TrialExecutor(LocalExecutor):
 
 
 def train_until(job: TrainJob, last_step: int) -> None:
-    """Train up to a step, from the newest checkpoint."""
-    if job.folder.training_summary.exists():
-        return
-    # A repetition of the trial comes in the next pass.
-    fit(job, TrialExecutor(), max_failures=0, stop_after=last_step)
+    """Train up to a step, from the newest checkpoint; the next pass repeats a failed trial."""
+    if not job.folder.training_summary.exists():
+        fit(job, TrialExecutor(), max_failures=0, stop_after=last_step)
 
 
 # --- all trials -------------------------------------------------------------------------------
@@ -334,7 +323,7 @@ def make_tune_pass(
     noise_multiplier_of: Callable[[TrialValues], float],
     continue_trial: ContinueTrial,
 ) -> TrialPass:
-    """Return one pass over all K trials; finished ones only report again."""
+    """Return one pass over all K trials, in which finished ones only report again."""
     section = recipe.tune
     assert section is not None
     trials = read_trials(folder)
@@ -354,10 +343,12 @@ def make_tune_pass(
 
     def run(number: int, report: ReportMetrics) -> None:
         run_trial(
-            path, packages, number,
+            path,
+            packages,
+            number,
             lambda rung, value: report({"score": value, "reached": factor ** (rung - 1)}),
             continue_trial,
-        )  # fmt: skip
+        )
 
     path, packages = folder.run.path, package_fingerprints(PACKAGES)
     factor = section.asha.reduction_factor if section.asha else 1

@@ -37,17 +37,11 @@ def page() -> str:
 
 def _members(found: type) -> Iterator[tuple[str, Any]]:
     """Yield the public methods and properties that a class defines, in the order of its source."""
-    seen: set[str] = set()
-    for base in found.__mro__:
-        if base is not found and base.__name__ != "PublicViews":
-            continue
-        for name, each in vars(base).items():
-            inner = getattr(each, "fget", None) or getattr(each, "func", None)
-            inner = inner or getattr(each, "__func__", each)
-            named = not name.startswith("_") and name not in seen
-            if named and inspect.isfunction(inner) and inner.__doc__:
-                seen.add(name)
-                yield name, each
+    for name, each in vars(found).items():
+        inner = getattr(each, "fget", None) or getattr(each, "func", None)
+        inner = inner or getattr(each, "__func__", each)
+        if not name.startswith("_") and inspect.isfunction(inner) and inner.__doc__:
+            yield name, each
 
 
 def _object(found: Any, name: str) -> Iterator[str]:

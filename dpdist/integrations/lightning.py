@@ -1,9 +1,9 @@
 """Private training by the Trainer of Lightning, whose module takes dpdist's own steps.
 
-`PrivateModule` stands around a `LightningModule` of the user's. Lightning drives it, and sees
-neither private records nor trained weights: its batches are the numbers of steps, its optimizer is
-none, and the module of the user's is held beside its module tree. So nothing that Lightning clips,
-accumulates, scales, finds or saves can reach a private gradient.
+`PrivateModule` wraps the user's `LightningModule`. Lightning drives it, and sees neither private
+records nor trained weights: its batches are step numbers, it has no optimizer, and the user's
+module is not in its module tree. So nothing that Lightning clips, accumulates, scales or saves can
+reach a private gradient.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 from torch.utils import data as torch_data
 
 from dpdist.config.sections import PrivacyRecipe
+from dpdist.core.errors import UserError
 from dpdist.core.optional_imports import import_extra
 from dpdist.data.adapters import as_records
 from dpdist.data.overlap import count_common
-from dpdist.integrations import refuse
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.private_training import PrivateTraining, StepReport
 from dpdist.runs.folder import RunFolder
@@ -35,9 +35,6 @@ _overriding: Any = import_extra(
 # --- settings of the Trainer ------------------------------------------------------------------
 
 
-_PAID_SCORES = "take scores that the plan pays for: the option score of PrivateModule"
-
-
 def check_trainer(trainer: Any) -> None:
     """Raise UserError for settings of Lightning's Trainer that private steps do not honor.
 
@@ -45,25 +42,25 @@ def check_trainer(trainer: Any) -> None:
         trainer: a `lightning.pytorch.Trainer` that is about to run.
 
     Raises:
-        UserError: one line for the first setting that is refused, with what to do instead.
+        UserError: the first setting that is not supported, in one line with what to do instead.
     """
     call = str(getattr(trainer.state.fn, "value", trainer.state.fn))
     if call not in ("fit", "validate"):
-        refuse(
-            "trainer", "call fit or validate", call,
-            "test and predict with the trained module itself, on public records",
-        )  # fmt: skip
+        raise UserError(
+            f"trainer: must call fit or validate, got {call}: test and predict with the trained "
+            "module itself, on public records"
+        )
     count, kind = trainer.num_devices * trainer.num_nodes, type(trainer.strategy).__name__
     if count != 1 or kind != "SingleDeviceStrategy":
-        refuse(
-            "trainer.devices", "be 1, without a strategy of several", f"{count} ({kind})",
-            "give Trainer(devices=1), or take dpdist.PrivateTraining for several workers",
-        )  # fmt: skip
+        raise UserError(
+            f"trainer.devices: must be 1, without a strategy of several, got {count} ({kind}): "
+            "give Trainer(devices=1), or use dpdist.PrivateTraining for several workers"
+        )
     if trainer.precision != "32-true":
-        refuse(
-            "trainer.precision", "be 32-true", trainer.precision,
-            "a scale that follows overflows would tell of private records",
-        )  # fmt: skip
+        raise UserError(
+            f"trainer.precision: must be 32-true, got {trainer.precision}: a scale that follows "
+            "overflows would reveal private records"
+        )
 
 
 # --- the user's module ------------------------------------------------------------------------
@@ -82,30 +79,30 @@ _HOOKS = (  # of a module, which the private step does not call
 
 
 def _check_module(module: Any) -> None:
-    """Raise UserError for anything but a LightningModule without hooks that nobody would call."""
+    """Raise UserError unless it is a LightningModule without hooks that would not be called."""
     if not isinstance(module, pytorch.LightningModule):
-        refuse(
-            "module", "be a lightning.pytorch.LightningModule", type(module).__name__,
-            "import it from there; a bare module goes into dpdist.PrivateTraining",
-        )  # fmt: skip
+        raise UserError(
+            f"module: must be a lightning.pytorch.LightningModule, got {type(module).__name__}: "
+            "import it from there, or give a bare module to dpdist.PrivateTraining"
+        )
     if not module.automatic_optimization:
-        refuse(
-            "module.automatic_optimization", "be True", False,
-            "a training_step that steps optimizers itself is not run; take dpdist.PrivateTraining",
-        )  # fmt: skip
+        raise UserError(
+            "module.automatic_optimization: must be True, got False: a training_step that steps "
+            "optimizers itself is not run; use dpdist.PrivateTraining"
+        )
     for name in _HOOKS:
         if _overriding.is_overridden(name, module, parent=pytorch.LightningModule):
-            refuse(
-                f"module.{name}", "be left out", "one of its own",
-                "the private step does not call it; a callback of the Trainer's may do its work",
-            )  # fmt: skip
+            raise UserError(
+                f"module.{name}: must not be overridden: the private step does not call it; use a "
+                "callback of the Trainer"
+            )
 
 
 def _optimizer_and_schedule(made: Any) -> tuple[Any, dict[str, Any] | None]:
-    """Return the optimizer and the schedule that `configure_optimizers` made.
+    """Return the optimizer and the schedule that `configure_optimizers` returned.
 
     Raises:
-        UserError: it made several, none, or a schedule that follows a metric.
+        UserError: it returned no or several optimizers, or a schedule that follows a metric.
     """
     schedules: Any = []
     if isinstance(made, Mapping):
@@ -117,20 +114,20 @@ def _optimizer_and_schedule(made: Any) -> tuple[Any, dict[str, Any] | None]:
     if len(optimizers) == 1 and isinstance(optimizers[0], Mapping):
         return _optimizer_and_schedule(optimizers[0])
     if len(optimizers) != 1 or not isinstance(optimizers[0], Optimizer) or len(schedules) > 1:
-        refuse(
-            "module.configure_optimizers", "return one optimizer, and one schedule at most",
-            f"{len(optimizers)} and {len(schedules)}", "take dpdist.PrivateTraining for others",
-        )  # fmt: skip
+        raise UserError(
+            "module.configure_optimizers: must return one optimizer, and at most one schedule, "
+            f"got {len(optimizers)} and {len(schedules)}: use dpdist.PrivateTraining for others"
+        )
     if not schedules:
         return optimizers[0], None
     given = schedules[0] if isinstance(schedules[0], Mapping) else {"scheduler": schedules[0]}
     found = {"interval": "epoch", "frequency": 1, **given}
     by_metric = isinstance(found["scheduler"], torch.optim.lr_scheduler.ReduceLROnPlateau)
     if by_metric or found["interval"] not in ("step", "epoch"):
-        refuse(
-            "module.configure_optimizers", "return a schedule of steps or epochs",
-            type(found["scheduler"]).__name__, "one that follows a metric is not stepped here",
-        )  # fmt: skip
+        raise UserError(
+            "module.configure_optimizers: must return a schedule of steps or epochs, got "
+            f"{type(found['scheduler']).__name__}: one that follows a metric is not stepped here"
+        )
     return optimizers[0], found
 
 
@@ -138,7 +135,7 @@ def _optimizer_and_schedule(made: Any) -> tuple[Any, dict[str, Any] | None]:
 
 
 class _StepNumbers(torch_data.Dataset[int]):
-    """The data set that Lightning sees: the numbers of one epoch's steps."""
+    """Give Lightning the step numbers of one epoch as its data set."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -162,7 +159,7 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
     Guarantee: the run is (epsilon, delta)-differentially private as `guarantee` states, for
     everything that was released so far. A step is `dpdist.PrivateTraining.step` on the private
     records; the Trainer's batches are numbers of steps. Logged are released values: learning rate,
-    the noisy sum's norm, epsilon and paid scores, never a loss. The same script continues the run
+    the noisy sum's norm, epsilon and noisy scores, never a loss. The same script continues the run
     in `folder`.
 
     Args:
@@ -171,20 +168,20 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
         data: the PRIVATE records: `(X, y)`, or anything that `dpdist.as_records` takes; None: those
             of `module.train_dataloader()`.
         loss: a name, such as "cross-entropy", or a function of module and batch that returns one
-            value a record.
+            value per record.
         privacy: a `dpdist.Privacy`, or its fields as a dict.
         batch_size: expected number of records in a step.
         steps, epochs: length of the training; one of the two. An epoch of the Trainer has as many
-            steps as draw each record once, in expectation; `max_epochs` may end the fit earlier.
-        folder: folder of the run, made where it is not there.
-        public_eval: say that validation data are public, which the card repeats as an assumption.
-            Validation without it, and a private record in it, are refused.
-        score: arguments of `PrivateTraining.score`: eval_data, every, noise, value.
+            steps as sample each record once, in expectation; `max_epochs` may end the fit earlier.
+        folder: folder of the run, created if it does not exist.
+        public_eval: declare that validation data are public, which the card lists as an assumption.
+            Without it validation raises an error, as does a private record among them.
+        score: arguments of `PrivateTraining.score`: private_eval_data, every, noise, value.
         options: further options of `PrivateTraining`: resources, factory, vmap, certify,
             reproducible, eval_data, class_sampling, class_counts, importance_weights.
 
     Attributes:
-        private: the `dpdist.PrivateTraining`, once `fit` began; `training` is torch's own flag.
+        private: the `dpdist.PrivateTraining`, once `fit` started; `training` is torch's own flag.
 
     Raises:
         UserError: one line that names the argument or the Trainer's setting, its rule and what to
@@ -237,14 +234,7 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
         super().__init__()
         _check_module(module)
         self.automatic_optimization = False
-        self._held = (module,)  # in no tree of modules: Lightning finds no weights to touch
-        if data is None and not _overriding.is_overridden(
-            "train_dataloader", module, parent=pytorch.LightningModule
-        ):
-            refuse(
-                "data", "be the private records", None,
-                "give (X, y), a data set, or a module with a train_dataloader",
-            )  # fmt: skip
+        self._held = (module,)  # a tuple: outside the module tree, so Lightning sees no weights
         self._records = as_records(module.train_dataloader() if data is None else data)
         if public_eval:
             self._records.assumed = (*self._records.assumed, PUBLIC_VALIDATION)
@@ -265,12 +255,12 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
 
     @property
     def guarantee(self) -> Guarantee:
-        """Return the guarantee of everything that was released so far. Raises UserError."""
+        """Return the guarantee of everything released so far. Raises UserError before `fit`."""
         return self._begun().guarantee
 
     @property
     def run(self) -> RunFolder:
-        """Return the run folder, once fit began. Raises UserError."""
+        """Return the run folder. Raises UserError before `fit`."""
         return self._begun().run
 
     def save_adapter(
@@ -289,7 +279,7 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
 
     def _begun(self) -> PrivateTraining:
         if self.private is None:
-            refuse("guarantee", "be asked once fit began", "no fit", "call trainer.fit(module)")
+            raise UserError("fit: must come first: call trainer.fit(module)")
         return self.private
 
     def forward(self, *given: Any, **named: Any) -> Any:
@@ -303,10 +293,10 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
         check_trainer(self.trainer)
         for name in ("training_step", "train_dataloader", "on_validation_start", "log_dict"):
             if getattr(type(self), name) is not getattr(PrivateModule, name):
-                refuse(
-                    f"{type(self).__name__}.{name}", "be left out", "one of its own",
-                    "it would take the place of the private step; change the module inside",
-                )  # fmt: skip
+                raise UserError(
+                    f"{type(self).__name__}.{name}: must not be overridden, it would replace the "
+                    "private step: change the module inside"
+                )
         return []
 
     def configure_optimizers(self) -> None:
@@ -325,7 +315,7 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
         return self.module.val_dataloader()
 
     def on_fit_start(self) -> None:
-        """Build the private training on the Trainer's device, or go on with it."""
+        """Build the private training on the Trainer's device, unless a fit already built it."""
         if self.private is not None:
             return
         self.module.to(self.trainer.strategy.root_device)
@@ -339,16 +329,16 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
             self.private.score(**self._score)
 
     def on_train_start(self) -> None:
-        """Raise UserError where the Trainer got batches of records."""
+        """Raise UserError if the Trainer got batches of records."""
         loader = self.trainer.train_dataloader
         if getattr(loader, "dataset", None) is not self._numbers:
-            refuse(
-                "trainer.fit", "get no training data", type(loader).__name__,
-                "give the private records to PrivateModule(module, data)",
-            )  # fmt: skip
+            raise UserError(
+                f"trainer.fit: must get no training data, got {type(loader).__name__}: give the "
+                "private records to PrivateModule(module, data)"
+            )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """Return -1, which ends the epoch, where all steps are taken."""
+        """Return -1, which ends the epoch, if all steps are taken."""
         if self._begun().remaining_steps:
             return None
         self.trainer.should_stop = True
@@ -368,7 +358,7 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
             self.trainer.should_stop = True
 
     def _told(self, report: StepReport) -> dict[str, float]:
-        """Return the released values of a step; epsilon where a logger takes it."""
+        """Return the released values of a step; epsilon only at the logger's steps."""
         found = {"learning_rate": report.learning_rate, "noisy_norm": report.noisy_norm}
         last = not self._begun().remaining_steps
         if last or (report.step + 1) % max(1, self.trainer.log_every_n_steps) == 0:
@@ -378,39 +368,39 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
     # --- public records
 
     def on_validation_start(self) -> None:
-        """Raise UserError where validation data are not public."""
+        """Raise UserError for validation data that are not public."""
         loaders = self.trainer.val_dataloaders
         for each in loaders if isinstance(loaders, list | tuple) else [loaders]:
             if not self._public_eval:
-                refuse(
-                    "val_dataloaders", "be public records, said by public_eval=True",
-                    "no such word",
-                    f"metrics of private records would be logged without noise; {_PAID_SCORES}",
-                )  # fmt: skip
+                raise UserError(
+                    "val_dataloaders: must be public records, declared by public_eval=True: "
+                    "metrics of private records would be logged without noise; use the option "
+                    "score of PrivateModule for private ones"
+                )
             if any(each is known for known in self._apart):
                 continue
             if not isinstance(each, torch_data.DataLoader) or each.batch_sampler is None:
-                refuse(
-                    "val_dataloaders", "be DataLoaders that make batches of single records",
-                    f"a {type(each).__name__}" + " with batch_size=None" * hasattr(each, "sampler"),
-                    "private records could not be recognized within other batches",
-                )  # fmt: skip
+                raise UserError(
+                    "val_dataloaders: must be DataLoaders that build batches of single records, "
+                    f"got {type(each).__name__}: private records could not be recognized within "
+                    "other batches; set batch_size"
+                )
             if common := count_common(as_records(each, name="val_dataloaders"), self._records):
-                refuse(
-                    "val_dataloaders", "share no record with data", f"{common:,} in common",
-                    "metrics on private records would be logged without noise",
-                )  # fmt: skip
+                raise UserError(
+                    f"val_dataloaders: must share no record with data, got {common:,} in common: "
+                    "metrics on private records would be logged without noise"
+                )
             self._apart.append(each)
 
     def validation_step(self, batch: Any, *places: Any) -> Any:
         """Return what the user's `validation_step` returns for a batch of PUBLIC records."""
-        plain = torch.inference_mode(False)  # whose tensors a later step could not use
+        plain = torch.inference_mode(False)  # a later step could not use inference tensors
         with self._attached(), kept_modes(self.module), plain, torch.no_grad():
             return self.module.eval().validation_step(batch, *places)
 
     @contextmanager
     def _attached(self) -> Iterator[None]:
-        """Let the user's module know the Trainer, for `log` and for lengths, and forget it."""
+        """Give the user's module the Trainer within the block, for `log` and for lengths."""
         module = self.module
         module.trainer, module._current_fx_name = self.trainer, self._current_fx_name
         try:
@@ -418,15 +408,15 @@ class PrivateModule(_MODULE):  # type: ignore[misc]
         finally:
             module.trainer, module._current_fx_name = None, None
 
-    # --- what would go around the private step
+    # --- what would bypass the private step
 
     def state_dict(self, *given: Any, **named: Any) -> dict[str, Any]:
-        """Return no weights: checkpoints lie in the run's private folder alone."""
+        """Return no weights: checkpoints are only in the run's private folder."""
         return {}
 
     def load_state_dict(self, *given: Any, **named: Any) -> NoReturn:
-        """Refuse weights whose privacy cost the run's ledger does not know."""
-        refuse(
-            "ckpt_path", "be None", "a checkpoint",
-            "the run in folder continues from its own checkpoints",
-        )  # fmt: skip
+        """Raise UserError: the run's ledger does not know the privacy cost of other weights."""
+        raise UserError(
+            "ckpt_path: must be None, got a checkpoint: the run in folder continues from its own "
+            "checkpoints"
+        )

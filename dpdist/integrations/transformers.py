@@ -3,8 +3,9 @@
 `PrivateTrainer` takes a model, a data set, a collator, arguments and callbacks as the Trainer does
 and hands them to `dpdist.PrivateTraining`. No line of the Trainer's own training loop is run: its
 sampler, its loss over a batch, its optimizer step, its checkpoints and its log of losses are
-replaced, and an argument that only they would read is refused. Which arguments are read is a list
-below, so that what a later version of `transformers` adds is refused until somebody has read it.
+replaced, and an argument that only they would read raises an error. The arguments that are read are
+listed below, so that one which a later version of `transformers` adds raises an error until it is
+listed.
 """
 
 from __future__ import annotations
@@ -28,18 +29,11 @@ from torch.nn import functional
 from dpdist.config.sections import PrivacyRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.optional_imports import import_extra
-from dpdist.data.adapters import (
-    IGNORED,
-    ItemRecords,
-    Options,
-    RecordError,
-    without_transforms,
-)
+from dpdist.data.adapters import IGNORED, ItemRecords, Options, RecordError, without_transforms
 from dpdist.data.documents import PACKED, begin_again, tokenization_of
 from dpdist.data.overlap import count_common
 from dpdist.data.protocol import Records
 from dpdist.gradients.objective import additive_mask, looks_ahead
-from dpdist.integrations import raise_all, refusal, refuse
 from dpdist.models import TRAINED_BY, base_digest, base_dtype
 from dpdist.privacy.card import PRIVACY_CARD, PRIVACY_CARD_TEXT
 from dpdist.privacy.guarantee import Guarantee
@@ -67,7 +61,7 @@ _READ = {
     "gradient_checkpointing_kwargs", "load_best_model_at_end", "metric_for_best_model",
     "greater_is_better", "bf16",
 }  # fmt: skip
-# Of the Trainer's own loop, loader and checkpoints: without effect here, and named in one notice.
+# Of the Trainer's own loop, loader and checkpoints: without effect here, which one warning says.
 _WITHOUT_EFFECT = {
     "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers",
     "dataloader_drop_last", "save_steps", "save_strategy", "save_total_limit", "save_only_model",
@@ -76,7 +70,7 @@ _WITHOUT_EFFECT = {
 }  # fmt: skip
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
 _PLATEAUS = ("reduce_lr_on_plateau", "greedy")
-# Arguments that people set, and what to do instead; all others have one line in common.
+# What to do instead of arguments that are often set; all others share `_UNREAD`.
 _MICRO_BATCH = (
     "per_device_train_batch_size is the whole expected batch of a step; split its passes by "
     'training_options={"resources": {"micro_batch": ...}}'
@@ -86,12 +80,12 @@ _INSTEAD = {
     "gradient_accumulation_steps": _MICRO_BATCH,
     "max_grad_norm": "each record's gradient is clipped, never the batch's; give privacy.clip_norm",
     "label_smoothing_factor": "the Trainer smooths a loss over the batch; give loss=, a function "
-    "of module and batch that returns one value a record",
-    "fp16": "a scaler that follows overflows would tell of private records; leave it out",
+    "of module and batch that returns one value per record",
+    "fp16": "a scaler that follows overflows would reveal private records; leave it out",
     "report_to": "trackers may log losses and gradients of private records; leave it out, and send "
     "what on_log of a callback of your own receives, which is released values",
 }
-_UNREAD = "the private step does not read it, and no one has said what it would mean; leave it out"
+_UNREAD = "the private step does not read it; leave it out"
 
 
 def _word(value: Any) -> Any:
@@ -100,62 +94,63 @@ def _word(value: Any) -> Any:
 
 
 def _refused_arguments(args: Any) -> Iterator[UserError]:
-    """Yield why arguments are refused: those that are read first, then those that are not."""
+    """Yield an error for each argument that is not supported, first those that are read."""
     kind = transformers.TrainingArguments
     if type(args) is not kind:
-        yield refusal(
-            "args", "be a transformers.TrainingArguments", type(args).__name__,
-            "arguments of other trainers are not read here",
-        )  # fmt: skip
+        yield UserError(f"args: must be a {kind.__name__}, got {type(args).__name__}")
         return
     if args.lr_scheduler_type in _PLATEAUS:
-        yield refusal(
-            "args.lr_scheduler_type", "follow the number of the step alone",
-            _word(args.lr_scheduler_type), "take linear, cosine or constant",
-        )  # fmt: skip
+        yield UserError(
+            "args.lr_scheduler_type: must depend only on the step number, got "
+            f"{_word(args.lr_scheduler_type)}: use linear, cosine or constant"
+        )
     usual = kind(output_dir=args.output_dir)
     if args.optim not in _OPTIMIZERS:
-        yield refusal(
-            "args.optim", f"be one of {', '.join(_OPTIMIZERS)}", _word(args.optim),
-            "or give a torch optimizer by optimizers=(optimizer, None)",
-        )  # fmt: skip
+        yield UserError(
+            f"args.optim: must be one of {', '.join(_OPTIMIZERS)}, got {_word(args.optim)}: or "
+            "give a torch optimizer by optimizers=(optimizer, None)"
+        )
     if not (args.bf16 or args.fp16) and getattr(args, "mixed_precision", "no") not in ("no", None):
-        yield refusal(
-            "args.mixed_precision", "be 'no'", _word(args.mixed_precision), _INSTEAD["fp16"]
+        yield UserError(
+            f"args.mixed_precision: must be 'no', got {_word(args.mixed_precision)}: "
+            f"{_INSTEAD['fp16']}"
         )
     if args.per_device_train_batch_size < 1:
-        yield refusal(
-            "args.per_device_train_batch_size", "be >= 1", args.per_device_train_batch_size,
-            "it is the whole expected batch of a step",
-        )  # fmt: skip
+        yield UserError(
+            "args.per_device_train_batch_size: must be >= 1, got "
+            f"{args.per_device_train_batch_size}: it is the whole expected batch of a step"
+        )
     if args.max_steps <= 0 and not float(args.num_train_epochs).is_integer():
-        yield refusal(
-            "args.num_train_epochs", "be a whole number", args.num_train_epochs, "or give max_steps"
+        yield UserError(
+            f"args.num_train_epochs: must be a whole number, got {args.num_train_epochs}: or give "
+            "max_steps"
         )
     if args.world_size > 1 or args.n_gpu > 1:
-        yield refusal(
-            "args.world_size", "be 1, on one device", f"{args.world_size} on {args.n_gpu} devices",
-            "take dpdist.PrivateTraining for several workers",
-        )  # fmt: skip
+        yield UserError(
+            f"args.world_size: must be 1, on one device, got {args.world_size} on {args.n_gpu} "
+            "devices: use dpdist.PrivateTraining for several workers"
+        )
     yield from _refused_checkpoints(args)
     for name in (each.name for each in dataclasses.fields(kind)):
         value, default = getattr(args, name), getattr(usual, name)
         taken = name in _READ or name in _WITHOUT_EFFECT
-        # The Trainer sets these two itself, beside an argument that is refused or read.
+        # The Trainer sets these two itself.
         unset = name == "local_rank" or (name == "report_to" and not value)
         if not taken and value != default and not unset:
             then = _INSTEAD.get(name, _UNREAD)
-            yield refusal(f"args.{name}", f"be left at {_word(default)}", _word(value), then)
+            yield UserError(
+                f"args.{name}: must be left at {_word(default)}, got {_word(value)}: {then}"
+            )
 
 
 _NOT_REENTRANT = (
-    "have use_reentrant=False", "reentrant checkpoints",
-    "the parameters within would learn nothing",
-)  # fmt: skip
+    "must have use_reentrant=False, got reentrant checkpoints: the parameters within would learn "
+    "nothing"
+)
 
 
 def _checkpoints(args: Any) -> bool:
-    """Return whether activations are computed again; `gradient_` is the older name of it."""
+    """Return whether activations are recomputed; `gradient_checkpointing` is the older name."""
     return bool(getattr(args, "activation_checkpointing", args.gradient_checkpointing))
 
 
@@ -165,45 +160,46 @@ def _checkpoint_options(args: Any) -> dict[str, Any]:
 
 
 def _refused_checkpoints(args: Any) -> Iterator[UserError]:
-    """Yield why options of activation checkpoints are refused."""
+    """Yield an error for each option of activation checkpoints that is not supported."""
     given = _checkpoint_options(args) if _checkpoints(args) else {}
     for name in sorted(given.keys() - {"use_reentrant", "every_n_layers"}):
-        yield refusal(
-            "args.activation_checkpointing_kwargs", "be use_reentrant and every_n_layers",
-            repr(name), "leave it out",
-        )  # fmt: skip
+        yield UserError(
+            "args.activation_checkpointing_kwargs: must be use_reentrant and every_n_layers, got "
+            f"{name!r}: leave it out"
+        )
     if given.get("use_reentrant", False) is not False:
-        yield refusal("args.activation_checkpointing_kwargs", *_NOT_REENTRANT)
+        yield UserError(f"args.activation_checkpointing_kwargs: {_NOT_REENTRANT}")
 
 
 def _enable_checkpoints(model: nn.Module, args: Any) -> None:
-    """Let a model compute its activations again, as the Trainer does, with one kind of passes."""
+    """Let a model recompute its activations, as the Trainer does, without reentrant passes."""
     options = {"use_reentrant": False, **_checkpoint_options(args)}
     layers = {name: options.pop(name) for name in ("every_n_layers",) if name in options}
     for name in ("activation_checkpointing", "gradient_checkpointing"):
         if enable := getattr(model, f"{name}_enable", None):
             enable(**{f"{name}_kwargs": options}, **layers)
             return
-    refuse("args.activation_checkpointing", "be False", True,
-           f"a {type(model).__name__} has no such checkpoints")  # fmt: skip
+    raise UserError(
+        f"args.activation_checkpointing: must be False, got True: a {type(model).__name__} has no "
+        "such checkpoints"
+    )
 
 
 def _tell_ignored(args: Any) -> None:
-    """Warn once of arguments that have no effect here."""
+    """Warn once about arguments that have no effect here."""
     usual = transformers.TrainingArguments(output_dir=args.output_dir)
-    given = [n for n in sorted(_WITHOUT_EFFECT) if hasattr(usual, n)
-             and getattr(args, n) != getattr(usual, n)]  # fmt: skip
+    known = sorted(name for name in _WITHOUT_EFFECT if hasattr(usual, name))
+    given = [name for name in known if getattr(args, name) != getattr(usual, name)]
     if given:
         warnings.warn(
-            f"args: without effect in a private training: {', '.join(given)} (the plan draws the "
-            "records, and the run keeps checkpoints of its own, every "
-            "resources.checkpoint_seconds)",
+            f"args: without effect in a private training: {', '.join(given)} (the plan samples the "
+            "records, and the run writes its own checkpoints, every resources.checkpoint_seconds)",
             stacklevel=3,
         )
 
 
 def _refused_callbacks(callbacks: Sequence[Any] | None) -> Iterator[UserError]:
-    """Yield why callbacks of transformers that report are refused."""
+    """Yield an error for each callback of transformers that reports."""
     usual = {
         "TrainerCallback", "ExportableState", "DefaultFlowCallback", "ProgressCallback",
         "PrinterCallback", "NotebookProgressCallback", "EarlyStoppingCallback",
@@ -214,32 +210,30 @@ def _refused_callbacks(callbacks: Sequence[Any] | None) -> Iterator[UserError]:
             parent.__module__.partition(".")[0] == "transformers" and parent.__name__ not in usual
             for parent in kind.__mro__
         ):
-            yield refusal("callbacks", "be yours", kind.__name__, _INSTEAD["report_to"])
+            yield UserError(
+                f"callbacks: must be yours, got {kind.__name__}: {_INSTEAD['report_to']}"
+            )
 
 
 def _refused_model_and_schedule(model: Any, schedule: Any) -> Iterator[UserError]:
-    """Yield why reentrant checkpoints, or a schedule that follows losses, are refused."""
+    """Yield errors for reentrant checkpoints and for a schedule that follows losses."""
     for each in model.modules():
         if getattr(each, "gradient_checkpointing", False) is True:
             run: Any = getattr(each, "_gradient_checkpointing_func", None)
             if getattr(run, "keywords", {}).get("use_reentrant") is not False:
-                yield refusal("model.gradient_checkpointing", *_NOT_REENTRANT)
+                yield UserError(f"model.gradient_checkpointing: {_NOT_REENTRANT}")
                 break
     if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        yield refusal(
-            "optimizers", "follow the number of the step alone", type(schedule).__name__,
-            "take another schedule",
-        )  # fmt: skip
-
-
-# What a subclass may not change, since the private step would not call it, or must not.
-_OVERRIDES = ("compute_loss", "training_step", "train")
+        yield UserError(
+            f"optimizers: must depend only on the step number, got {type(schedule).__name__}: use "
+            "a different schedule"
+        )
 
 
 # --- records and losses -----------------------------------------------------------------------
 
 
-_TASKS = {  # the loss of a class of transformers: what a record's targets speak of
+_TASKS = {  # of a model's loss type: what a record's labels belong to
     "ForCausalLM": "next tokens",
     "ForMaskedLM": "tokens",
     "ForTokenClassification": "tokens",
@@ -253,21 +247,21 @@ _FIELDS = (*_TOKEN_FIELDS, "pixel_values", "labels")
 class ModelLoss:
     """Compute the loss of each record from the logits of a model of `transformers`.
 
-    Guarantee: one value a record, which depends on its own fields alone. Where a record has many
+    Guarantee: one value per record, which depends only on its own fields. If a record has many
     labeled tokens it is the mean over those, so that neither other records' lengths nor padding
-    count. A causal model gets no mask: records are filled up behind their end, where none of their
-    tokens looks. Another model gets one of four dimensions, so that which kernel runs depends on
-    shapes alone.
+    count. A causal model gets no mask: records are padded at their end, where none of their tokens
+    looks. A different model gets a mask of four dimensions, so that the kernel depends only on
+    shapes.
 
     Args:
-        model: the model, whose class says the task.
+        model: the model, whose class determines the task.
 
     Raises:
-        UserError: no loss a record is known for its class.
+        UserError: its class has no known loss per record.
     """
 
-    # The mean is `language_model_loss`'s. Its kernel is another, the one of transformers' own loss:
-    # the two round differently, and runs that were begun by either go on with their bits.
+    # The mean is that of `language_model_loss`, but its kernel is that of transformers' own loss:
+    # the two round differently.
 
     def __init__(self, model: nn.Module) -> None:
         base: Any = model
@@ -278,23 +272,24 @@ class ModelLoss:
             kind = "ForCausalLM"
         config: Any = getattr(base, "config", None)
         if kind not in _TASKS or getattr(config, "is_encoder_decoder", False):
-            refuse(
-                "model", f"be a class that ends in {', '.join(_TASKS)}", type(base).__name__,
-                "or give loss=, a function of module and batch that returns one value a record",
-            )  # fmt: skip
+            raise UserError(
+                f"model: must be a class that ends in {', '.join(_TASKS)}, got "
+                f"{type(base).__name__}: or give loss=, a function of module and batch that "
+                "returns one value per record"
+            )
         if getattr(config, "output_router_logits", False):
-            refuse(
-                "model.config.output_router_logits", "be False", True,
-                "a loss that balances routers mixes the records of a batch",
-            )  # fmt: skip
+            raise UserError(
+                "model.config.output_router_logits: must be False, got True: a loss that balances "
+                "routers mixes the records of a batch"
+            )
         self.task = _TASKS[kind]
         self.problem = getattr(config, "problem_type", None)
         if kind == "ForCausalLM" and looks_ahead(base):
-            refuse(
-                "model", "not see the tokens that follow", type(base).__name__,
-                "it would be trained to repeat them; load it with config.is_decoder=True",
-            )  # fmt: skip
-        # Some models (MPT, XGLM) say nothing of their masks, which causal ones make themselves.
+            raise UserError(
+                f"model: must not see the tokens that follow, got {type(base).__name__}: it would "
+                "be trained to repeat them; load it with config.is_decoder=True"
+            )
+        # Some models (MPT, XGLM) do not state it; causal ones build their masks themselves.
         known = [getattr(each, "is_causal", None) for each in base.modules()]
         self.causal = kind == "ForCausalLM" or True in known
         self.says_tokens = kind in ("ForCausalLM", "ForMaskedLM")
@@ -324,7 +319,7 @@ class ModelLoss:
         return each.sum(1) / counted
 
     def _of_record(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the losses (B,) of logits (B, C) and one label or one row of labels a record."""
+        """Return the losses (B,) of logits (B, C) and one label or row of labels per record."""
         several = labels.dim() > 1 and labels.shape[1] > 1
         if self.problem == "regression" or (self.problem is None and logits.shape[1] == 1):
             errors = functional.mse_loss(
@@ -343,19 +338,20 @@ def _trains_positions(model: nn.Module) -> bool:
 
     A table with a row for padding numbers its positions by the tokens, batch first already.
     """
-    tables = [
-        each for name, each in model.named_modules()
-        if isinstance(each, nn.Embedding) and name.endswith(("position_embeddings", "wpe"))
-    ]  # fmt: skip
-    takes = "position_ids" in inspect.signature(model.forward).parameters
-    return takes and any(t.weight.requires_grad and t.padding_idx is None for t in tables)
+    return "position_ids" in inspect.signature(model.forward).parameters and any(
+        isinstance(each, nn.Embedding)
+        and name.endswith(("position_embeddings", "wpe"))
+        and each.weight.requires_grad
+        and each.padding_idx is None
+        for name, each in model.named_modules()
+    )
 
 
 class _RecordFields:
     """Collate one record to the fields that the private step reads, without its padding.
 
-    collate: the Trainer's data collator. classes: labels are below it, or `IGNORED`; None where
-    they are numbers. causal: no mask is kept. labeled: the loss reads labels.
+    collate: the Trainer's data collator. classes: labels are below it, or `IGNORED`; None if they
+    are numbers. causal: no mask is kept. labeled: the loss reads labels.
     """
 
     def __init__(
@@ -375,8 +371,8 @@ class _RecordFields:
             raise RecordError(*PACKED)
         if self._vocabulary is not None and not all(len(r.get("input_ids", ())) for r in renamed):
             raise RecordError(
-                "must have input_ids with a token at least, has none",
-                "cut texts into tokens first, and drop what is empty",
+                "must have at least one token in input_ids, has none",
+                "tokenize the texts first, and drop empty ones",
             )
         made = dict(self._collate(renamed))
         if _is_packed({name: np.asarray(each)[0] for name, each in made.items() if name in _PACKS}):
@@ -396,7 +392,7 @@ class _RecordFields:
         return found
 
     def _without_padding(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the fields of one record (1, length) without the places that its mask hides."""
+        """Return the fields of one record (1, length) without the positions its mask hides."""
         length = found["input_ids"].shape[1]
         mask = found.pop("attention_mask", torch.ones(1, length, dtype=torch.int64))
         seen = mask[0] != 0
@@ -414,7 +410,7 @@ def _check_below(values: Tensor, most: int | None, *, ignored: bool) -> None:
     if most is not None and not bool((known & (values < most)).all()):
         raise RecordError(
             f"must have tokens and labels below {most:,}, those of the model, has others",
-            "take the tokenizer and the labels that the model was made for",
+            "use the tokenizer and the labels that the model was built for",
         )
 
 
@@ -422,7 +418,7 @@ _PACKS = ("position_ids", "attention_mask")
 
 
 def _is_packed(record: Mapping[str, Any]) -> bool:
-    """Return whether a row holds several documents, whose positions begin again."""
+    """Return whether a row contains several documents, so that positions start again."""
     if len(np.atleast_1d(record.get("seq_lengths", 0))) > 1:  # as trl packs them
         return True
     places, mask = record.get("position_ids"), record.get("attention_mask")
@@ -441,7 +437,7 @@ PUBLIC_EVALUATION = (
 
 
 class _InputsAlone(Records):
-    """Recognize records by their inputs, whatever their labels, and by their items."""
+    """Recognize records by their inputs without labels, and by their items."""
 
     def __init__(self, records: Records) -> None:
         self.name, self._records = records.name, records
@@ -470,40 +466,40 @@ save_adapter = write_adapter
 
 
 def load_adapter(base: Any, folder: str | Path) -> Any:
-    """Load an adapter on the base that it was trained in, and on no other one.
+    """Load an adapter on the base that it was trained in.
 
     Guarantee: the base has the digest that the folder states, so the answers are those of the model
-    that was released. Files of a release are held against their sums first.
+    that was released. Files of a release are checked against their checksums first.
 
     Args:
         base: of `transformers`, without adapters; it is changed in place, as `peft` does it.
-        folder: written by `save_adapter`, or a release that holds an adapter.
+        folder: written by `save_adapter`, or a release with an adapter.
 
     Returns:
         The `peft.PeftModel`, in evaluation mode.
 
     Raises:
-        UserError: the folder holds no adapter, or the base is another one.
+        UserError: the folder contains no adapter, or the base is a different one.
     """
     where = Path(folder)
     if is_release(where):
         verify_checksums(where)
     if not (where / BASE).is_file():
-        refuse(
-            "folder", f"hold an adapter and its {BASE}", where,
-            "`dpdist release` and save_adapter write such folders",
-        )  # fmt: skip
+        raise UserError(
+            f"folder: must contain an adapter and its {BASE}, got {where}: `dpdist release` and "
+            "save_adapter write such folders"
+        )
     wanted, found = read_base(where), base_digest(base)
     if found != wanted.digest:
         kind = base_dtype(base)
         hint = "" if kind == (wanted.dtype or kind) else f", in {wanted.dtype} and not {kind}"
-        refuse(
-            "base", f"be {wanted.name} with digest {wanted.digest}", f"one with {found}",
-            f"load the weights that the adapter was trained in{hint}",
-        )  # fmt: skip
+        raise UserError(
+            f"base: must be {wanted.name} with digest {wanted.digest}, got one with {found}: load "
+            f"the weights that the adapter was trained in{hint}"
+        )
     peft = import_extra("peft", "hf", "load_adapter")
     adapted = peft.PeftModel.from_pretrained(base, str(where)).eval()
-    for module in adapted.modules():  # `dpdist.preferences` takes none of them as a reference
+    for module in adapted.modules():  # so that `dpdist.preferences` refuses it as a reference
         setattr(module, TRAINED_BY, str(where))
     return adapted
 
@@ -512,26 +508,22 @@ def load_adapter(base: Any, folder: str | Path) -> Any:
 
 
 _TRAINER: Any = transformers.Trainer
-_NOT_TAKEN = {
-    "model_init": "models that are made anew are trials of a search, which costs privacy; take "
-    "dpdist.tune",
-    "compute_loss_func": "it is divided by num_items_in_batch of other records; give loss=, a "
-    "function of module and batch that returns one value a record",
-    "optimizer_cls_and_kwargs": "give optimizers=(optimizer, scheduler)",
-}
+# A subclass must not override these: the private step does not call them.
+_OVERRIDES = ("compute_loss", "training_step", "train")
 
 
-def _refused_options(trainer: type, others: Mapping[str, Any], dataset: Any) -> Iterator[UserError]:
-    """Yield why a trainer's own overrides, unknown arguments or missing records are refused."""
+def _refused_options(trainer: type, dataset: Any) -> Iterator[UserError]:
+    """Yield errors for missing records and for methods that a subclass must not override."""
     if dataset is None:
-        yield refusal("train_dataset", "be the private records", None, "give a map-style data set")
+        yield UserError(
+            "train_dataset: must be the private records, got None: give a map-style data set"
+        )
     for name in _OVERRIDES:
         if getattr(trainer, name) is not getattr(PrivateTrainer, name):
-            yield refusal(f"{trainer.__name__}.{name}", "be left out", "one of its own",
-                          "the private step does not call it; give loss= or callbacks")  # fmt: skip
-    for name in others:
-        then = _NOT_TAKEN.get(name, "it is not read here")
-        yield refusal(name, "be left out", "a value", then)
+            yield UserError(
+                f"{trainer.__name__}.{name}: must not be overridden: the private step does not "
+                "call it; give loss= or callbacks"
+            )
 
 
 class PrivateTrainer(_TRAINER):  # type: ignore[misc]
@@ -540,30 +532,29 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
     Guarantee: the run is (epsilon, delta)-differentially private as `training.guarantee` states,
     for everything that was released so far. A step is `dpdist.PrivateTraining.step`: a keyed
     Poisson sample, every record's gradient clipped, the sum on record before its noise is drawn.
-    What is logged are released values: step, learning rate, the noisy sum's norm, epsilon and paid
+    Only released values are logged: step, learning rate, the noisy sum's norm, epsilon and noisy
     scores, never a loss. `args.output_dir` is the run's folder; the same script continues it.
 
     Args:
         model: of `transformers`, or a `peft` model of one, in the mode in which it is trained.
         args: `transformers.TrainingArguments`. `per_device_train_batch_size` is the expected batch;
-            arguments that the private step does not read are refused.
+            arguments that the private step does not read raise an error.
         train_dataset: the PRIVATE records: a map-style data set of dicts of fields, as the Trainer
             takes it, or what `dpdist.as_records` returns.
         privacy: a `dpdist.Privacy`, or its fields as a dict.
-        unit: name of the field of train_dataset that says whose a record is, such as
-            "customer_id"; with privacy unit: user and max_records_per_user, whole units are
-            protected.
-        max_length: public number of tokens of a record; shorter ones are filled up, longer ones
-            cut. Needed where a record is tokens.
-        loss: a function of module and batch that returns one value a record; None: the loss of the
-            model's class, as the mean over a record's own tokens (`ModelLoss`).
-        eval_dataset: PUBLIC records for `evaluate`; with `public_eval` alone.
-        public_eval: say that eval_dataset, and what `evaluate` and `predict` are called with, is
-            public, which the card repeats as an assumption. A record that is in train_dataset too
-            is refused.
+        unit: name of the field of train_dataset that names a record's user, such as "customer_id";
+            with privacy unit: user and max_records_per_user, whole users are protected.
+        max_length: public number of tokens of a record; shorter ones are padded, longer ones cut.
+            Required if a record is tokens.
+        loss: a function of module and batch that returns one value per record; None: the loss of
+            the model's class, as the mean over a record's own tokens (`ModelLoss`).
+        eval_dataset: PUBLIC records for `evaluate`; requires `public_eval`.
+        public_eval: declare that eval_dataset, and what `evaluate` and `predict` are called with,
+            is public, which the card lists as an assumption. A record that is also in train_dataset
+            raises an error.
         data_collator, compute_metrics, callbacks, optimizers: as the Trainer takes them; a
             collator gets one record at a time.
-        processing_class: the tokenizer that made the records' tokens. `dpdist release` writes it,
+        processing_class: the tokenizer of the records' tokens. `dpdist release` writes it,
             with its chat template, for `generate` and `predict`.
         training_options: further options of `PrivateTraining`: resources, factory, vmap,
             certify, reproducible, class_sampling, class_counts, importance_weights.
@@ -574,6 +565,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
     Raises:
         UserError: one line for each wrong argument, with its rule and what to do; nothing was
             released.
+        TypeError: an argument is not listed here.
 
     Source:
         Abadi et al., CCS 2016 (DP-SGD).
@@ -618,16 +610,15 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         callbacks: Sequence[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         training_options: Mapping[str, Any] | None = None,
-        **others: Any,
     ) -> None:
-        raise_all(
-            [
-                *_refused_model_and_schedule(model, optimizers[1]),
-                *_refused_options(type(self), others, train_dataset),
-                *_refused_callbacks(callbacks),
-                *_refused_arguments(args),
-            ]
-        )
+        errors = [
+            *_refused_model_and_schedule(model, optimizers[1]),
+            *_refused_options(type(self), train_dataset),
+            *_refused_callbacks(callbacks),
+            *_refused_arguments(args),
+        ]
+        if errors:
+            raise UserError("\n".join(map(str, errors)))
         _tell_ignored(args)
         if _checkpoints(args):
             _enable_checkpoints(model, args)
@@ -642,7 +633,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
             optimizers=optimizers, preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )  # fmt: skip
         self._loss = loss or ModelLoss(model)
-        # Runs without rates keep the records that they were begun with: labels among the fields.
+        # Without rates, labels stay among the fields: a run is continued with the same records.
         target = "labels" if (training_options or {}).get("class_sampling") else None
         self._records = self._records_of(train_dataset, "train_dataset", target, unit)
         if public_eval:
@@ -658,7 +649,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
     def _records_of(
         self, dataset: Any, name: str, target: str | None = None, unit: str | None = None
     ) -> Records:
-        """Return the records of a data set, each collated alone. Raises UserError."""
+        """Return the records of a data set, each collated separately. Raises UserError."""
         if isinstance(dataset, Records):
             return dataset
         embedding = getattr(self.model, "get_input_embeddings", lambda: None)()
@@ -671,10 +662,10 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         elif not isinstance(self._loss, ModelLoss):
             classes = None
         if vocabulary is not None and self._max_length is None:
-            refuse(
-                "max_length", "be the public number of tokens of a record", None,
-                "shorter ones are filled up, longer ones cut",
-            )  # fmt: skip
+            raise UserError(
+                "max_length: must be the public number of tokens of a record, got None: shorter "
+                "ones are padded, longer ones cut"
+            )
         padding = getattr(self.processing_class, "pad_token_id", None)
         if padding is None:
             padding = getattr(config, "pad_token_id", None)
@@ -722,16 +713,16 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
     # --- public records
 
     def _check_declared(self, name: str) -> None:
-        """Raise UserError where nobody said that the records of an evaluation are public."""
+        """Raise UserError unless the records of an evaluation are declared public."""
         if not self._public_eval:
-            refuse(
-                name, "be public records, said by public_eval=True", "no such word",
-                "metrics of private records would be logged without noise; take "
-                "trainer.training.score(...) for held-out private records",
-            )  # fmt: skip
+            raise UserError(
+                f"{name}: must be public records, declared by public_eval=True: metrics of "
+                "private records would be logged without noise; use "
+                "trainer.training.score(...) for held-out private records"
+            )
 
     def _check_apart(self, dataset: Any, name: str) -> None:
-        """Raise UserError where a private record is among public ones."""
+        """Raise UserError if a private record is among public ones."""
         parts = dataset if isinstance(dataset, dict) else {"": dataset}
         for key, each in parts.items():
             at = f"{name}[{key!r}]" if key else name
@@ -739,23 +730,23 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
                 continue
             public = _InputsAlone(self._records_of(each, at))
             if common := count_common(public, _InputsAlone(self._records)):
-                refuse(
-                    at, "share no record with train_dataset", f"{common:,} in common",
-                    "metrics on private records would be logged without noise",
-                )  # fmt: skip
+                raise UserError(
+                    f"{at}: must share no record with train_dataset, got {common:,} in common: "
+                    "metrics on private records would be logged without noise"
+                )
             self._apart.append(each)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Measure the model on PUBLIC records, as the Trainer does; its mode stays as it was.
+        """Return the model's metrics on PUBLIC records, as the Trainer does.
 
         Raises:
-            UserError: nobody said that they are public, or one of them is in train_dataset.
+            UserError: they are not declared public, or one of them is in train_dataset.
         """
         self._check_declared("eval_dataset")
         given = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(given, str):  # names a part of the trainer's own, which a script may replace
+        if isinstance(given, str):  # names a part of the trainer's own data sets
             given = self.eval_dataset[given]
         self._check_apart(given, "eval_dataset")
         with kept_modes(self.model):
@@ -765,10 +756,10 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
     def predict(
         self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test"
     ) -> Any:
-        """Answer PUBLIC records, as the Trainer does; its mode stays as it was.
+        """Return the model's predictions for PUBLIC records, as the Trainer does.
 
         Raises:
-            UserError: nobody said that they are public, or one of them is in train_dataset.
+            UserError: they are not declared public, or one of them is in train_dataset.
         """
         self._check_declared("test_dataset")
         self._check_apart(test_dataset, "test_dataset")
@@ -788,7 +779,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         trial: Any = None,
         ignore_keys_for_eval: Any = None,
     ) -> Any:
-        """Take the private steps that are left, with the callbacks' events around them.
+        """Take the remaining private steps, with the callbacks' events around them.
 
         Args:
             resume_from_checkpoint: None or True; the run continues from its own newest checkpoint.
@@ -796,21 +787,20 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
             ignore_keys_for_eval: as the Trainer takes it.
 
         Returns:
-            `transformers.trainer_utils.TrainOutput`: the number of steps, None in place of a
-            training loss, which would be private, and metrics: epsilon and delta of all that was
+            `transformers.trainer_utils.TrainOutput`: the number of steps, None instead of a
+            training loss, which would be private, and metrics: epsilon and delta of everything
             released, train_runtime, and steps and expected records per second.
 
         Raises:
-            UserError: a checkpoint of another trainer, a trial of a search, or as
-                `PrivateTraining.step`.
+            UserError: a checkpoint is given, a trial of a search, or as `PrivateTraining.step`.
         """
         if resume_from_checkpoint not in (None, True, False):
-            refuse(
-                "resume_from_checkpoint", "be left out", repr(resume_from_checkpoint),
-                "the run in args.output_dir continues from its own checkpoints",
-            )  # fmt: skip
+            raise UserError(
+                f"resume_from_checkpoint: must be left out, got {resume_from_checkpoint!r}: "
+                "the run in args.output_dir continues from its own checkpoints"
+            )
         if trial is not None:
-            refuse("trial", "be None", "a trial", _NOT_TAKEN["model_init"])
+            raise UserError("trial: must be None: a search costs privacy; use dpdist.tune")
         self._begin()
         began, first = time.time(), self._done
         if self.args.eval_on_start and self.training.remaining_steps:
@@ -837,7 +827,7 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
         return output(self.state.global_step, None, found)
 
     def _begin(self) -> None:
-        """Set the state that callbacks read: public numbers of the plan alone."""
+        """Set the state that callbacks read, from public numbers of the plan."""
         plan, handler = self.training.plan, self.callback_handler
         rate = self.args.per_device_train_batch_size / len(self.training.records)
         self._per_epoch = max(1, round(1 / rate))
@@ -874,12 +864,12 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
             self._tell(report, ignore_keys)
 
     def _tell(self, report: StepReport, ignore_keys: Any) -> None:
-        """Log released values and evaluate public records, where the callbacks ask for it."""
+        """Log released values and evaluate public records, if the callbacks ask for it."""
         if self.control.should_log and self._globalstep_last_logged < self.state.global_step:
             self._globalstep_last_logged = self.state.global_step
-            told = {"learning_rate": report.learning_rate, "noisy_norm": report.noisy_norm,
-                    "epsilon": report.epsilon}  # fmt: skip
-            self.log(told if report.score is None else {**told, "score": report.score})
+            names = ("learning_rate", "noisy_norm", "epsilon", "score")
+            told = {name: getattr(report, name) for name in names}
+            self.log({name: value for name, value in told.items() if value is not None})
         if self.control.should_evaluate:
             metrics = self._evaluate(None, ignore_keys)
             if self._determine_best_metric(metrics, None) and self.args.load_best_model_at_end:
@@ -892,14 +882,15 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback of your own. Raises UserError for those that report or choose."""
-        raise_all(_refused_callbacks([callback]))
+        for error in _refused_callbacks([callback]):
+            raise error
         super().add_callback(callback)
 
     def save_merged(self, folder: str | Path, *, not_private: bool = False) -> Path:
         """Write the whole model with its adapter merged into the base, and the privacy card.
 
-        Guarantee: the adapter is the one that the run released, as in `save_adapter`. The folder is
-        what `from_pretrained` of the base's class loads.
+        Guarantee: the adapter is the one that the run released, as in `save_adapter`.
+        `from_pretrained` of the base's class loads the folder.
 
         Args:
             folder: a new folder.
@@ -909,11 +900,11 @@ class PrivateTrainer(_TRAINER):  # type: ignore[misc]
             The folder.
 
         Raises:
-            UserError: the folder is there, or as `save_adapter`.
+            UserError: the folder exists, or as `save_adapter`.
         """
         target = Path(folder)
         if target.exists():
-            refuse("folder", "be new", target, "name another one")
+            raise UserError(f"folder: must be new, got {target}: name a different one")
         with tempfile.TemporaryDirectory() as place:
             adapter = self.save_adapter(Path(place) / "adapter", not_private=not_private)
             merged: Any = copy.deepcopy(self.model).merge_and_unload()

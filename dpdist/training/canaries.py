@@ -1,18 +1,18 @@
-"""Canaries of an audited run: positions behind the training records, sampled like all others.
+"""Canaries of an audited run: positions after the training records, sampled like all others.
 
 Canary j of m has position N + j. The plan counts N + m records, and every position is sampled
 alike; whether a canary is in is a secret fair coin, the same in all steps. One that is out joins
-steps and adds nothing, which no other record's sampling notices: of those that are in, it is
-Poisson sampling at the plan's rate (and where the batch is capped, it is a record blanked out).
-Where rates follow from classes (data.class_sampling), a canary in the sums joins at the largest of
-them, and one that is a record at that of its label.
+steps and adds nothing, which does not affect the sampling of other records: for those that are in,
+it is Poisson sampling at the plan's rate (with a batch cap, a blanked record). With rates by class
+(data.class_sampling), a canary in the sums joins at the largest rate, and one that is a record at
+that of its label.
 
-The canaries themselves are public, and the same for everybody; only the coins are secret. Inputs
-come from the test split or from records that data.public declares public. Neither holds private
-records (`dpdist.training.job.check_records` compares them); canaries join behind that comparison.
+The canaries are public, and the same in every run; only the coins are secret. Inputs come from the
+test split or from records that data.public declares public. Neither contains private records
+(`dpdist.training.job.check_records` compares them); canaries are added after that comparison.
 
-Where a user is the unit, everything above is said of users: N counts users, and a
-canary is a user, whose clipped sum is a gradient of the clip's norm.
+If a user is the unit, N counts users, and a canary is a user, whose clipped sum is a gradient of
+the clip's norm.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from torch import Tensor
 from dpdist.config.sections import CanaryAudit
 from dpdist.core.errors import UserError
 from dpdist.data import Dataset, UserDataset
+from dpdist.privacy.audit_bounds import log_likelihood_ratio
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
 from dpdist.randomness.keys import derive_key, stream_words
 from dpdist.training.collectives import Reducer
@@ -39,23 +40,22 @@ SLOT = "canaries"  # of a checkpoint: their scores so far
 
 
 def draw_coins(run_key: bytes, count: int) -> np.ndarray:
-    """Which canaries of a run are in: bool (count,). The key of the coins serves nothing else."""
+    """Return which canaries of a run are in, bool (count,), by a key for only this purpose."""
     return stream_words(derive_key(run_key, "audit coin"), 0, count) >= np.uint64(2**63)
 
 
 def _public(purpose: str, count: int) -> np.ndarray:
-    """Words that everybody may know: uint64 (count,)."""
+    """Return public pseudorandom words, uint64 (count,)."""
     return stream_words(derive_key(bytes(32), "canaries", purpose), 0, count)
 
 
 def canary_coordinates(count: int, size: int) -> np.ndarray:
-    """The coordinates of gradient canaries among those of the gradient: int64 (count,), all
-    different."""
+    """Return the coordinates of gradient canaries in the gradient, int64 (count,), distinct."""
     return np.argsort(_public("places", size), kind="stable")[:count]
 
 
 def check_canary_coordinates(planted: CanaryAudit, size: int) -> None:
-    """Raise UserError where canaries in the sums find no coordinates of their own."""
+    """Raise UserError unless each canary in the sums has its own coordinate."""
     if planted.inserts_gradients and planted.canaries > size:
         raise UserError(
             f"audit.canaries: must be <= the model's {size:,} trainable parameters, a coordinate "
@@ -68,14 +68,14 @@ def _no_rows(count: int, public: Dataset) -> tuple[Tensor, Tensor]:
 
 
 def _blank(count: int, public: Dataset) -> tuple[Tensor, Tensor]:
-    """Constant inputs from 0 to 1, under each label in turn."""
+    """Return constant inputs from 0 to 1, with each label in turn."""
     shape = public.input_shape
     shades = torch.linspace(0, 1, count).reshape(-1, *[1] * len(shape)).expand(count, *shape)
     return shades, torch.arange(count) % public.classes
 
 
 def _mislabeled(count: int, public: Dataset) -> tuple[Tensor, Tensor]:
-    """Public inputs, each under a wrong label. Raises UserError where there are too few."""
+    """Return public inputs, each with a wrong label. Raises UserError if there are too few."""
     if count > len(public):
         raise UserError(
             f"audit.canaries: must be <= the {len(public):,} public records of {public.name}, got "
@@ -88,7 +88,7 @@ def _mislabeled(count: int, public: Dataset) -> tuple[Tensor, Tensor]:
 
 
 def _random(count: int, public: Dataset) -> tuple[Tensor, Tensor]:
-    """Inputs of random zeros and ones, each under the first of two labels, 0."""
+    """Return inputs of random zeros and ones, each with the first of two labels, 0."""
     shape = (count, *public.input_shape)
     bits = _public("pixels", math.prod(shape)) >> np.uint64(63)
     inputs = torch.from_numpy(bits.astype(np.float32)).view(shape)
@@ -100,11 +100,10 @@ _ROWS = {"gradient": _no_rows, "blank": _blank, "mislabeled": _mislabeled, "pair
 
 @dataclass(frozen=True)
 class DatasetWithCanaries(Dataset):
-    """Training records and an audit's canaries behind them: len, batch and targets know both;
-    inputs, labels and hashes are the records' alone. public_records: where canaries take inputs
-    from.
+    """Training records followed by an audit's canaries.
 
-    Canaries in the sums are positions without an input.
+    len, batch and targets cover both; inputs, labels and hashes only the records. Canaries in the
+    sums are positions without an input. public_records: give the canaries their inputs.
     """
 
     planted: CanaryAudit = field(kw_only=True)
@@ -114,7 +113,7 @@ class DatasetWithCanaries(Dataset):
     def from_records(
         cls, records: Dataset, planted: CanaryAudit, public: Dataset
     ) -> DatasetWithCanaries:
-        """Raises UserError where there are too few public records."""
+        """Return the records with canaries. Raises UserError for too few public records."""
         own = {part.name: getattr(records, part.name) for part in fields(records)}
         found = cls(**own, planted=planted, public_records=public)
         assert found.canary_records
@@ -122,7 +121,7 @@ class DatasetWithCanaries(Dataset):
 
     @property
     def num_records(self) -> int:
-        """How many records there are, and where canaries begin."""
+        """Return the number of records, which is the position of the first canary."""
         return len(self.labels)
 
     def __len__(self) -> int:
@@ -130,9 +129,9 @@ class DatasetWithCanaries(Dataset):
 
     @cached_property
     def canary_records(self) -> tuple[Tensor, Tensor]:
-        """Return inputs (m, *input_shape) and labels (m,) of canaries that are records.
+        """Return inputs (m, *input_shape) and labels (m,) of canaries that are records, else (0,).
 
-        Of others there are none. Raises UserError.
+        Raises UserError for too few public records.
         """
         return _ROWS[self.planted.canary](self.planted.canaries, self.public_records)
 
@@ -156,32 +155,30 @@ class DatasetWithCanaries(Dataset):
         return torch.cat([super().targets(own), self.canary_records[1][planted]])
 
     def _split_indices(self, indices: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
-        """Ascending positions, those of records and those among the canaries."""
-        chosen = np.arange(len(self))[indices]
-        return chosen[chosen < self.num_records], chosen[
-            chosen >= self.num_records
-        ] - self.num_records
+        """Return the positions of records, and those among the canaries, of ascending indices."""
+        chosen, count = np.arange(len(self))[indices], self.num_records
+        return chosen[chosen < count], chosen[chosen >= count] - count
 
 
 @dataclass(frozen=True)
 class UsersWithCanaries(UserDataset):
-    """Users of training records, and behind them an audit's canaries, each a user.
+    """Users of training records followed by an audit's canaries, each a user.
 
-    Canaries in the sums alone: positions without records, whose clipped sum is the clip's norm
-    along a coordinate. len counts users and canaries.
+    Only canaries in the sums: positions without records, whose clipped sum is the clip's norm along
+    a coordinate. len counts users and canaries.
     """
 
     planted: CanaryAudit = field(kw_only=True)
 
     @classmethod
     def from_users(cls, users: UserDataset, planted: CanaryAudit) -> UsersWithCanaries:
-        """Return the users with the canaries behind them."""
+        """Return the users followed by the canaries."""
         own = {part.name: getattr(users, part.name) for part in fields(UserDataset)}
         return cls(**own, planted=planted)
 
     @property
     def num_records(self) -> int:
-        """Return the number of users, behind which canaries begin."""
+        """Return the number of users, which is the position of the first canary."""
         return len(self.users)
 
     def __len__(self) -> int:
@@ -197,7 +194,7 @@ class UsersWithCanaries(UserDataset):
 
 
 class Canaries:
-    """The effect of an audit on a training; none for a training that is not audited."""
+    """Apply an audit to a training; this base class, for a training without audit, does nothing."""
 
     @property
     def checkpoint_slots(self) -> Mapping[str, Tensor]:
@@ -205,29 +202,28 @@ class Canaries:
         return {}
 
     def inputs_for(self, members: np.ndarray) -> np.ndarray:
-        """Return those of a step's members whose gradients are computed."""
+        """Return the members of a step whose gradients are computed."""
         return members
 
     def labels_for(self, members: np.ndarray, labels: Tensor) -> Tensor:
-        """Return the labels under which computed members, (B,), are trained."""
+        """Return the labels (B,) with which members are trained."""
         return labels
 
     def classes_for(self, members: np.ndarray, data: Any, step_plan: StepPlan) -> np.ndarray:
-        """Return the classes (B,) by which positions of `data` are sampled: their own targets."""
+        """Return the classes (B,) by which members are sampled: their own targets."""
         if not len(members):
             return members
         return self.labels_for(members, data.targets(members)).cpu().numpy()
 
     def add_to_sums(self, rows: Tensor, members: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Add to this worker's clipped sums (rows, size) what the canaries contribute. members: of
-        each of its rows."""
+        """Add the canaries to this worker's clipped sums (rows, size). members: of each row."""
 
     def observe(self, noisy: Tensor, step_plan: StepPlan, reducer: Reducer) -> None:
-        """Record the adversary's view of a released sum (size,); every worker is there."""
+        """Record the adversary's view of a released sum (size,); every worker calls it."""
 
 
 class RecordCanaries(Canaries):
-    """Canaries that are records: those that are out are dropped once they were sampled."""
+    """Drop records that are canaries and are out, after they were sampled."""
 
     def __init__(self, dataset: DatasetWithCanaries, present: np.ndarray) -> None:
         self._is_present = np.concatenate([np.ones(dataset.num_records, bool), present])
@@ -238,7 +234,7 @@ class RecordCanaries(Canaries):
 
 
 class PairCanaries(Canaries):
-    """Canaries that are records: under label 0, or under label 1 where one is out."""
+    """Train records that are canaries with label 0 if they are in, with label 1 if they are out."""
 
     def __init__(self, dataset: DatasetWithCanaries, present: np.ndarray) -> None:
         self._has_other_label = np.concatenate([np.zeros(dataset.num_records, bool), ~present])
@@ -249,12 +245,11 @@ class PairCanaries(Canaries):
 
 
 class GradientCanaries(Canaries):
-    """Canaries whose gradient is the clip norm along a coordinate of its own. Under replace-one,
-    one that is out has the opposite gradient.
+    """Add canaries whose gradient is the clip norm along a coordinate of its own.
 
-    The adversary knows the records and which of them joined a step, so it knows their part of the
-    sum: the guarantee holds against it all the same. It subtracts that part, and adds up the log
-    likelihood ratios of what is left.
+    Under replace-one, one that is out has the opposite gradient. The adversary knows the records
+    and which of them joined a step, so it knows their part of the sum: the guarantee covers that.
+    It subtracts this part, and adds up the log likelihood ratios of the rest.
     """
 
     def __init__(
@@ -264,10 +259,8 @@ class GradientCanaries(Canaries):
         plan: PrivacyPlan,
         size: int,
     ):
-        self._num_records, self._replaces_one = (
-            dataset.num_records,
-            plan.adjacency == "replace-one",
-        )
+        self._num_records = dataset.num_records
+        self._replaces_one = plan.adjacency == "replace-one"
         self._coordinates = torch.from_numpy(canary_coordinates(len(present), size))
         self._signs = torch.from_numpy(np.where(present, 1.0, -1.0 if self._replaces_one else 0.0))
         self._clip = plan.clip_norm
@@ -282,7 +275,7 @@ class GradientCanaries(Canaries):
         return members[members < self._num_records]
 
     def classes_for(self, members: np.ndarray, data: Any, step_plan: StepPlan) -> np.ndarray:
-        """Return the classes of the records; of the canaries the one that is sampled most often."""
+        """Return the classes of records; for canaries the class that is sampled most often."""
         found = np.full(len(members), step_plan.most_sampled_class)
         own = members < self._num_records
         found[own] = super().classes_for(members[own], data, step_plan)
@@ -296,8 +289,6 @@ class GradientCanaries(Canaries):
             rows[row, where[own]] += (self._clip * self._signs[own]).to(rows.device)
 
     def observe(self, noisy: Tensor, step_plan: StepPlan, reducer: Reducer) -> None:
-        from dpdist.privacy.audit_bounds import log_likelihood_ratio
-
         others, _ = reducer.sum_rows(self._record_sums, False)
         own = noisy[self._coordinates.to(noisy.device)].cpu()
         left = (own - others.cpu()).numpy() / step_plan.clip_norm
@@ -309,7 +300,7 @@ class GradientCanaries(Canaries):
 
 
 def build_canaries(dataset: Dataset, run_key: bytes, plan: PrivacyPlan, size: int) -> Canaries:
-    """The canaries of a run. size: of its gradient."""
+    """Return the canaries of a run. size: of its gradient."""
     if not isinstance(dataset, DatasetWithCanaries | UsersWithCanaries):
         return Canaries()
     present = draw_coins(run_key, dataset.planted.canaries)

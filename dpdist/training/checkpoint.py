@@ -34,8 +34,10 @@ CHECKPOINTS_KEPT = 2
 
 @dataclass
 class TrainState:
-    """Everything a step changes. parameters: parameters (size,). slots: optimizer tensors and the
-    average."""
+    """Hold everything that a step changes.
+
+    parameters: (size,). slots: optimizer tensors and the average, by name.
+    """
 
     step: int
     parameters: Tensor
@@ -45,7 +47,7 @@ class TrainState:
 def save(folder: Path, state: TrainState, anchor: Anchor) -> None:
     """Write the state as `step-NNNNNNNN` and drop all but the newest two.
 
-    anchor: the ledger's anchor; it names every release that the state was made of.
+    anchor: the ledger's anchor; it covers every release that the state depends on.
     """
     make_private_folder(folder)
     target = folder / _name(state.step)
@@ -63,13 +65,13 @@ def save(folder: Path, state: TrainState, anchor: Anchor) -> None:
 
 
 def newest_step(folder: Path) -> int:
-    """How many steps the newest complete state was taken after; 0 without one."""
+    """Return the number of steps before the newest complete state; 0 without one."""
     complete = complete_checkpoints(folder)
     return int(read_json(complete[-1] / "done.json", {"step": int})["step"]) if complete else 0
 
 
 def load_latest(folder: Path) -> TrainState | None:
-    """The newest complete state, or None."""
+    """Return the newest complete state, or None. Raises UserError for a damaged one."""
     complete = complete_checkpoints(folder)
     if not complete:
         return None
@@ -86,7 +88,7 @@ def _name(step: int) -> str:
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
-    """Return those tensors of a file that is as it was written. Raises UserError."""
+    """Return the tensors of a file. Raises UserError unless it is as it was written."""
     raw = read_bytes(path)
     cure = f"move {path.parent} away, and the run repeats its steps from the checkpoint before it"
     try:
@@ -103,18 +105,18 @@ _DIGEST_KEY = "blake2b"
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    """A safetensors file that says what is in it: a wrong number would be trained on unnoticed.
-    Written from where the tensors lie: a copy of them would be a training's peak of memory."""
+    """Write a safetensors file with a digest, so that no wrong number is trained on unnoticed.
+
+    It is written from the tensors' own memory: a copy would be a training's peak of memory.
+    """
     with atomic_replacement(path) as aside:
         try:
             save_file(tensors, aside, {_DIGEST_KEY: tensors_digest(tensors)})
         except SafetensorError as error:
-            if number := re.search(
-                r"(?:os error |code: )(\d+)", str(error)
-            ):  # a full disk is told apart
-                code = int(number[1])
-                raise OSError(code, os.strerror(code)) from error
-            raise
+            if (number := re.search(r"(?:os error |code: )(\d+)", str(error))) is None:
+                raise
+            code = int(number[1])  # so that a full disk is recognized
+            raise OSError(code, os.strerror(code)) from error
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:

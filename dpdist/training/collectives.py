@@ -1,14 +1,14 @@
 """Sums over the training workers, and the optimizer of a recipe.
 
-A missing worker is an error, never a smaller sum. Sums travel in float64. Every worker adds up,
-noises and updates everything; so all of them hold the same parameters. The optimizers (SGD with
-momentum and Adam) work on one flat vector; all of it is post-processing of noisy gradients.
+A missing worker is an error, never a smaller sum. Sums are exchanged in float64. Every worker
+reduces, adds noise and updates everything, so all workers have the same parameters. The optimizers
+(SGD with momentum and Adam) work on one flat vector, as post-processing of noisy gradients.
 
 Under `torchrun`, or inside Ray Train's `TorchTrainer`, one script runs in several processes, its
-workers (`Workers`). They find one another by the process group of `torch.distributed` that the
-script, or Ray, made. Worker 0 alone writes: run folder, ledger, checkpoints. A step is on its
-ledger before any worker draws the noise, so no process holds a noisy gradient that is on no record.
-Whatever one worker refuses, all refuse, so that none waits for it.
+workers (`Workers`). They communicate by the process group of `torch.distributed` that the script,
+or Ray, created. Only worker 0 writes: run folder, ledger, checkpoints. A step is on the ledger
+before any worker draws the noise, so no process has a noisy gradient that is not on record. If one
+worker raises an error, all do, so that no worker waits for it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,11 +40,11 @@ _SHORT_TEXT = 508  # bytes
 
 
 class MissingRank(RuntimeError):
-    """A step in which some worker did not take part; it never updates the model."""
+    """Some worker did not take part in a step, which does not update the model."""
 
 
 class Reducer:
-    """Sums over the workers; with one worker, nothing to do."""
+    """Add up over the workers; with one worker, do nothing."""
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
@@ -57,18 +56,21 @@ class Reducer:
         return "nccl" if self.device.type == "cuda" else "gloo"
 
     def zero_rows(self, count: int, size: int) -> Tensor:
-        """Zeros (count, size), float64, for `sum_rows`: the memory of the last ones, if as many.
-        New memory costs more than all that is done with it: the kernel clears it page by page."""
+        """Return zeros (count, size), float64, for `sum_rows`, in the memory of the last ones.
+
+        New memory would take longer than the work on it: the kernel clears it page by page.
+        """
         if len(self._buffer) != count * size + 2:
             self._buffer = torch.empty(count * size + 2, dtype=torch.float64, device=self.device)
         self._rows = self._buffer.zero_()[:-2].view(count, size)
         return self._rows
 
     def sum_rows(self, rows: Tensor, flag: bool) -> tuple[Tensor, bool]:
-        """Sum of float64 rows (S, size) over workers, added up in row order; and whether any flag
-        was up. Made where this worker's rows lie, if they are those of `rows`.
+        """Return the sum of float64 rows (S, size) over workers, in row order, and whether any
+        worker's flag was True.
 
-        Every worker also adds a one: raises MissingRank unless all are counted.
+        Rows of `zero_rows` are summed in place. Every worker also adds a one: raises MissingRank
+        unless all are counted.
         """
         tail = torch.tensor([1.0, float(flag)], dtype=torch.float64, device=self.device)
         if rows is self._rows:
@@ -92,14 +94,14 @@ class Reducer:
             self._exchange(dist.all_reduce, buffer)
 
     def broadcast_int(self, value: int) -> int:
-        """Worker 0's integer, on all."""
+        """Return worker 0's integer on all workers."""
         tensor = torch.tensor([value], dtype=torch.int64, device=self.device)
         if self.world_size > 1:
             self._exchange(dist.broadcast, tensor, src=0)
         return int(tensor.item())
 
     def all_gather_text(self, text: str) -> list[str]:
-        """One string of each worker, in order of rank; short ones in a single exchange."""
+        """Return one string of each worker, in order of rank; short ones take one exchange."""
         if self.world_size == 1:
             return [text]
         raw = text.encode()
@@ -112,7 +114,7 @@ class Reducer:
         return [part[:length].decode() for part, length in zip(whole, lengths, strict=True)]
 
     def _all_gather_bytes(self, raw: bytes, size: int) -> list[bytes]:
-        """At most `size` bytes of each worker, filled up with zeros."""
+        """Return at most `size` bytes of each worker, padded with zeros."""
         padded = bytearray(raw.ljust(size, b"\0"))
         tensor = torch.frombuffer(padded, dtype=torch.uint8).to(self.device)
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
@@ -132,7 +134,7 @@ LEAF = 2**16  # entries that are updated at once
 
 
 def flat_views(parameters: Sequence[Tensor]) -> Tensor:
-    """Return parameters as one vector (size,), of which they are views from now on."""
+    """Return parameters as one vector (size,), and make them views of it."""
     flat = torch.cat([each.detach().reshape(-1) for each in parameters])
     pieces = flat.split([each.numel() for each in parameters])
     for parameter, piece in zip(parameters, pieces, strict=True):
@@ -141,10 +143,10 @@ def flat_views(parameters: Sequence[Tensor]) -> Tensor:
 
 
 class FlatOptimizer:
-    """Updates parameters (size,) in place from a gradient (size,).
+    """Update parameters (size,) in place from a gradient (size,).
 
-    slots: its state by name, saved with checkpoints. The learning rate of step t is
-    learning_rate * schedule(t / steps).
+    slots: state by name, saved with checkpoints. The learning rate of step t is learning_rate *
+    schedule(t / steps).
     """
 
     def __init__(self, training: TrainingRecipe, steps: int, flat: Tensor) -> None:
@@ -156,7 +158,7 @@ class FlatOptimizer:
             self.slots["ema"] = flat.clone()
 
     def learning_rate(self, step: int) -> float:
-        """The rate of step 0 <= step < steps."""
+        """Return the learning rate of a step, 0 <= step < steps."""
         training = self.training
         done = step / self.steps
         factor = {
@@ -168,9 +170,11 @@ class FlatOptimizer:
         return training.learning_rate * factor[training.schedule]
 
     def update(self, flat: Tensor, gradient: Tensor, step: int) -> None:
-        """One step; exact: no fused kernels, the same operations on every machine, and leaf by
-        leaf, so that nothing as long as the vector is made. gradient: of any precision, rounded to
-        that of `flat`."""
+        """Take one step, with the same operations on every machine: no fused kernels.
+
+        It works leaf by leaf, so that no temporary is as long as the vector. gradient: of any
+        precision, rounded to that of `flat`.
+        """
         if gradient.device != flat.device:
             gradient = gradient.to(flat)  # in one transfer
         for start in range(0, len(flat), LEAF):
@@ -203,7 +207,7 @@ class FlatOptimizer:
             slots["ema"].lerp_(flat, 1 - decay)
 
     def published_parameters(self, flat: Tensor) -> Tensor:
-        """The parameters to publish: the average when there is one."""
+        """Return the parameters to publish: the average if there is one."""
         return self.slots.get("ema", flat)
 
 
@@ -212,12 +216,12 @@ class FlatOptimizer:
 
 @dataclass(frozen=True)
 class Shards:
-    """Shards of the records, and the worker that owns each.
+    """Assign shards of the records to workers.
 
-    num_rows: length of the reduced stack; row r is worker 0's, then worker 1's, ... largest_shard:
-    records planned for any shard. local_shards: (row, first record, end) of this worker's shards.
-    hashed: into how many shards a step's records are hashed, where their number is protected; 0
-    where shards are ranges of positions.
+    num_rows: length of the reduced stack, first worker 0's rows, then worker 1's, ...
+    largest_shard: largest planned number of records in a shard. local_shards: (row, first record,
+    end) of this worker's shards. hashed: number of shards into which a step's records are hashed,
+    if their number is protected; 0 if shards are ranges of positions.
     """
 
     num_rows: int
@@ -227,9 +231,9 @@ class Shards:
 
 
 def memory_bytes(size: int, slots: int, rows: int) -> int:
-    """Bytes on each worker, all through the training, that grow with the trained parameters.
+    """Return the bytes on each worker, during the whole training, that grow with the parameters.
 
-    slots: vectors that the optimizer keeps. rows: of the reduced stack, where the release is made.
+    size: trained parameters. slots: vectors that the optimizer keeps. rows: of the reduced stack.
     """
     return size * (4 + 4 * slots + 8 * rows)
 
@@ -244,19 +248,28 @@ def release_id(label: str, summed: np.ndarray) -> str:
 # --- workers of a script ----------------------------------------------------------------------
 
 
-# What gloo says where a peer is gone, or answers no more.
+# What gloo says if a peer is gone, or does not answer.
 _GONE = re.compile("connection (closed|reset|refused)|broken pipe|timed out", re.I)
 
 
+_SAME_SCRIPT = (
+    "run the same script with the same settings, records and seed in all of them, on shared storage"
+)
+_SAME_CALL = (
+    "agree on the flag first (torch.distributed.all_reduce), so that all of them call checkpoint() "
+    "after the same step"
+)
+
+
 class WorkerLost(ClusterError):
-    """Another process of a script is gone, so this one cannot go on."""
+    """Another process of a script is gone, so this one cannot continue."""
 
 
 class ScriptReducer(Reducer):
-    """Sums over the processes of a script; where one is gone, the others end with one line."""
+    """Add up over the processes of a script; if one is gone, the others end with one line."""
 
     def _exchange(self, collective: Callable[..., Any], *words: Any, **options: Any) -> None:
-        """Execute a collective. Raises WorkerLost where another worker is gone."""
+        """Execute a collective. Raises WorkerLost if another worker is gone."""
         try:
             collective(*words, **options)
         except RuntimeError as error:
@@ -272,14 +285,14 @@ class ScriptReducer(Reducer):
 
 
 class Workers:
-    """The processes that take a script's steps together: this one alone, or a process group.
+    """Coordinate the processes that take a script's steps: only this one, or a process group.
 
     Guarantee: a step of several workers is the step of one. Each takes its own shard of the
     records, they add up, worker 0 puts the release on record, and only then all of them draw the
-    same noise. All begin with the same model, records and settings, or none begins.
+    same noise. All start with the same model, records and settings, or all raise an error.
 
     Args:
-        reducer: carries what the workers tell each other; sums travel by `reducer_on`.
+        reducer: exchanges texts between the workers; for sums see `reducer_on`.
     """
 
     def __init__(self, reducer: Reducer) -> None:
@@ -288,10 +301,10 @@ class Workers:
 
     @classmethod
     def of_this_process(cls) -> Workers:
-        """Return the workers of the process group, or this process alone.
+        """Return the workers of the process group, or only this process.
 
         Raises:
-            UserError: torchrun started several processes that made no process group.
+            UserError: torchrun started several processes that have no process group.
         """
         if not (dist.is_available() and dist.is_initialized()):
             started = int(os.environ.get("WORLD_SIZE", "1"))
@@ -299,7 +312,7 @@ class Workers:
                 raise UserError(
                     f"torch.distributed: must have a process group of the {started} processes that "
                     "torchrun started: call torch.distributed.init_process_group() before "
-                    "PrivateTraining is made",
+                    "PrivateTraining(...)",
                     see="how-to/own-loop.md#several-workers",
                 )
             return cls(ScriptReducer(0, 1, torch.device("cpu")))
@@ -319,11 +332,11 @@ class Workers:
 
     @property
     def first(self) -> bool:
-        """Return whether this is worker 0, which alone writes."""
+        """Return whether this is worker 0, the only one that writes."""
         return self.rank == 0
 
     def reducer_on(self, device: torch.device) -> Reducer:
-        """Return what adds up sums that lie on this device. Raises UserError."""
+        """Return the reducer for sums on this device. Raises UserError for a wrong backend."""
         reducer = ScriptReducer(self._reducer.rank, self.count, device)
         if self.count > 1 and (found := _backends().get(device.type)) != reducer.backend:
             raise UserError(
@@ -333,7 +346,7 @@ class Workers:
         return reducer
 
     def resources(self, section: Mapping[str, Any], reproducible: bool) -> dict[str, Any]:
-        """Return a recipe's section with the number of workers that there are. Raises UserError."""
+        """Return a recipe's section with the actual number of workers. Raises UserError."""
         given = section.get("workers", 1)
         if given not in (1, self.count):
             raise UserError(
@@ -343,17 +356,17 @@ class Workers:
         if reproducible and self.count > CANONICAL_SHARDS:
             raise UserError(
                 f"reproducible: must be False with more than {CANONICAL_SHARDS} workers, got True "
-                f"with {self.count}: take fewer, or leave it out"
+                f"with {self.count}: use fewer, or leave it out"
             )
         return {**section, "workers": self.count}
 
     # --- agreement
 
     def agree(self, **told: Any) -> list[dict[str, Any]]:
-        """Return what every worker tells, in order of rank, once all have come here.
+        """Return the values of every worker, in order of rank, once all have called it.
 
         Raises:
-            UserError, ClusterError: a worker came here with an error (`sharing_errors`).
+            UserError, ClusterError: a worker had an error (`sharing_errors`).
         """
         found = [json.loads(text) for text in self._reducer.all_gather_text(json.dumps(told))]
         for rank, each in enumerate(found):
@@ -365,9 +378,9 @@ class Workers:
 
     @contextmanager
     def sharing_errors(self) -> Iterator[None]:
-        """Bring an error of this worker to the others, which wait for it in `agree`.
+        """Send an error of this worker to the others, which wait for it in `agree`.
 
-        In the block nobody waits for the others in any other way.
+        Within the block workers must not wait for each other in any other way.
         """
         try:
             yield
@@ -381,10 +394,10 @@ class Workers:
             raise
 
     def check_same(self, parts: Mapping[str, str], **told: Any) -> list[dict[str, Any]]:
-        """Check that each of `parts` is equal on all workers; return what each tells besides.
+        """Check that each of `parts` is equal on all workers; return the other values of each.
 
         Raises:
-            UserError: on all workers, the same one, where a part differs.
+            UserError: on all workers, the same one, if a part differs.
         """
         if self.count == 1:
             return [told]
@@ -392,15 +405,7 @@ class Workers:
         for rank, each in enumerate(found):
             for name, value in found[0]["parts"].items():
                 if each["parts"].get(name) != value:
-                    cure = (
-                        "run the same script with the same settings, records and seed in all of "
-                        "them, on shared storage"
-                    )
-                    if name == "call":
-                        cure = (
-                            "agree on the flag first (torch.distributed.all_reduce), so that all "
-                            "of them call checkpoint() after the same step"
-                        )
+                    cure = _SAME_CALL if name == "call" else _SAME_SCRIPT
                     self._told = UserError(
                         f"{name}: must be the same on all workers, got another on worker {rank} "
                         f"than on worker 0: {cure}"
@@ -418,8 +423,8 @@ class Workers:
         """Let worker 0 put a step's release on record; return on all once it is durable.
 
         Raises:
-            ReplayConflict: on all, where another sum was announced for the step.
-            ClusterError: on the others, where worker 0 could not put it on record.
+            ReplayConflict: on all, if a different sum was announced for the step.
+            ClusterError: on the others, if worker 0 could not put it on record.
         """
         if self.count == 1:
             announce()
@@ -436,28 +441,11 @@ class Workers:
             raise ReplayConflict(conflict)
 
 
-P = ParamSpec("P")
-
-
-def refused_by_all(
-    initialize: Callable[Concatenate[Any, P], None],
-) -> Callable[Concatenate[Any, P], None]:
-    """Find the workers before an object of theirs is made; what one refuses, all refuse."""
-
-    @wraps(initialize)
-    def made(self: Any, /, *args: P.args, **options: P.kwargs) -> None:
-        self._workers = Workers.of_this_process()
-        with self._workers.sharing_errors():
-            initialize(self, *args, **options)
-
-    return made
-
-
 def let_go_of_the_group() -> None:
-    """Let the process group end where it is destroyed.
+    """Drop torch's own references to the process group, so that destroying it ends its threads.
 
-    Torch's optimizers load functions whose default argument is then the group that there is. Its
-    threads outlive `destroy_process_group`, and now and then abort the process that ends.
+    Torch's optimizers load functions with the group as a default argument. Its threads would
+    outlive `destroy_process_group`, and sometimes abort the process at its end.
     """
     from torch.distributed.nn import functional
 
@@ -469,6 +457,6 @@ def let_go_of_the_group() -> None:
 
 
 def _backends() -> dict[str, str]:
-    """Return the process group's backend of each kind of device."""
+    """Return the process group's backend by kind of device."""
     pairs = (pair.partition(":") for pair in str(dist.get_backend_config()).split(","))
     return {device: backend for device, _, backend in pairs}

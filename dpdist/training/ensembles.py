@@ -1,13 +1,13 @@
 """Many trainings in bulk: ensembles of teachers on disjoint shards, and the answers they release.
 
 One chunk of work is one training, in one process, by the loop that trains runs. A record's teacher
-follows from a keyed hash of its own input, and a teacher from its own shard, a key of its own and
-public numbers: batch, steps and divisor are the shard's. So one record that comes or goes changes
-one teacher, and no byte of another. A shard that is empty, or on which training diverges, leaves
-its teacher as it began: whether that happens is a secret too, and may not stop a run.
+follows from a keyed hash of its own input, and a teacher from its own shard, its own key and public
+numbers: batch, steps and divisor are the shard's. So adding or removing one record changes one
+teacher, and no byte of the others. A shard that is empty, or on which training diverges, leaves
+its teacher as it was initialized: whether that happens is secret, too, and must not stop a run.
 
-Answers are counted in the ledger before they are made: those of a run whose models never leave,
-and votes that are released once, before the steps.
+Answers are counted in the ledger before they are computed: those of a run whose models stay
+private, and votes that are released once, before the steps.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from dpdist import models
 from dpdist.cluster import job_folder
 from dpdist.cluster.executor import SMALL_TRAINING, Executor
 from dpdist.cluster.resumable_job import (
@@ -57,11 +58,12 @@ from dpdist.randomness.keys import derive_key, key_id, new_run_key
 from dpdist.runs.charging import build_charge, reserve_charge
 from dpdist.runs.folder import RunFolder, read_verified_ledger, verify_ledger
 from dpdist.runs.recipe import Recipe, plan_with_noise, without_privacy
+from dpdist.training.collectives import Reducer
 from dpdist.training.job import PACKAGES, CheckedTraining, TrainJob
 from dpdist.training.loop import TrainingDiverged
 from dpdist.training.model_setup import check_model, initial_model, model_spec
 from dpdist.training.records import data_source, records_with_canaries
-from dpdist.training.worker import recipe_digest
+from dpdist.training.worker import recipe_digest, run_training
 
 # --- many trainings ---------------------------------------------------------------------------
 
@@ -70,11 +72,10 @@ _MIN_RECORDS_PER_SECOND = 50.0  # records per second that an honest worker train
 
 
 class TrainingItems(WorkItems):
-    """Trainings 0 to count - 1. The worker is called with a number and answers with files by name;
-    they are kept in a folder of that number, the digest of the one named `checked_file` in the
-    journal.
+    """Distribute trainings 0 to count - 1.
 
-    plan: of one training, about.
+    The worker is called with a number and returns files by name. They are kept in a folder of that
+    number, and the digest of `checked_file` in the journal. plan: of about one training.
     """
 
     checked_file: ClassVar[str]
@@ -103,7 +104,7 @@ class TrainingItems(WorkItems):
         return left * self._examples <= SMALL_TRAINING
 
     def read_result(self, raw: bytes, folder: Path) -> dict[str, Any]:
-        """What the witness says, for the row of its training. Raises UserError when damaged."""
+        """Return the table row of a training from its checked file. Raises UserError if damaged."""
         raise NotImplementedError
 
     def journal_entries(self, name: str, answer: Mapping[str, bytes]) -> Iterable[dict[str, Any]]:
@@ -130,32 +131,33 @@ class TrainingItems(WorkItems):
 
 
 class EnsembleJob(JobSpec):
-    """Private trainings of one recipe, of which all follows from a secret seed."""
+    """Private trainings of one recipe, which follow from a secret seed.
+
+    pinned: the identity of the job. build_setup: returns what workers share, from the seed.
+    """
 
     def __init__(
         self, pinned: dict[str, Any], seed: str | None, build_setup: Callable[[str], Any]
     ) -> None:
-        """pinned: the identity of the job. build_setup: what workers share, given the seed."""
         self.pinned, self.seed, self.build_setup = pinned, seed, build_setup
 
     def identity(self) -> dict[str, Any]:
         return self.pinned
 
     def initial_record(self, output: Path) -> dict[str, Any]:
-        make_private_folder(output)  # wherever it was asked for
+        make_private_folder(output)
         return {"seed": self.seed or secrets.token_hex(32)}
 
 
 def refuse_ensemble(recipe: Recipe, what: str) -> None:
-    """Raise UserError for a recipe of which many models cannot be trained one by one, each on its
-    own records."""
+    """Raise UserError for a recipe by which many models cannot be trained, each on own records."""
     withheld = recipe.method.capabilities.not_releasable_reason
     for wrong, why in (
-        (recipe.tune is not None, "a private search is no single training; give the recipe.yaml "
+        (recipe.tune is not None, "a private search is not a single training; give the recipe.yaml "
          "that a run of it wrote"),
         (recipe.canary_audit is not None, "audit.kind: canaries plants records in this training"),
-        (recipe.user_unit is not None, "privacy.unit: user speaks of users, and single records are "
-         "told apart or counted here"),
+        (recipe.user_unit is not None, "privacy.unit: user protects users, and this counts or "
+         "distinguishes single records"),
         (bool(recipe.data.class_sampling), "data.class_sampling: class counts are of all records, "
          "and each model has a part of them"),
         (withheld is not None, withheld),
@@ -170,38 +172,33 @@ def item_folder(folder: Path, number: int) -> Path:
 
 
 def file_digest(raw: bytes) -> str:
-    """Names a file's content; of a private model it stays private."""
+    """Return a digest of a file's content; that of a private model is private."""
     return hashlib.blake2b(raw, digest_size=16).hexdigest()
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    """The files in a folder, by name."""
+    """Return the contents of the files in a folder, by name."""
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 @dataclass(frozen=True)
 class _InProcessDriver:
-    """A training in this process (`dpdist.methods.base.TrainingDriver`)."""
+    """Train in this process (`dpdist.methods.base.TrainingDriver`)."""
 
     job: TrainJob
 
     def run_workers(self, records: Any = None) -> None:
-        import torch
-
-        from dpdist.training.collectives import Reducer
-        from dpdist.training.worker import run_training
-
         job = self.job if records is None else replace(self.job, replacement_records=records)
         run_training(job, Reducer(0, 1, torch.device("cpu")))
 
     def train_teachers(self, count: int, sections: Any = None) -> Any:
-        raise NotImplementedError("one of many trainings has no teachers of its own")
+        raise NotImplementedError("one of many trainings has no teachers")
 
     def release_once(self, private_source: bytes, draw: Any) -> list[float]:
-        raise NotImplementedError("nothing is paid for")
+        raise NotImplementedError("one of many trainings releases nothing")
 
     def write_summary(self) -> None:
-        raise NotImplementedError("workers sum it up")
+        raise NotImplementedError("workers write the summary")
 
 
 @contextmanager
@@ -213,12 +210,12 @@ def train_in_process(
     key: bytes,
     shared_cache: dict[Any, Any] | None = None,
 ) -> Iterator[Path]:
-    """The folder, while it lasts, of the model that the recipe trains in this process on those of
-    its training records where `member_mask` is true: a function of these and of what they hold.
-    shared_cache: of trainings that differ in nothing but their keys
-    (`dpdist.training.job.TrainJob`).
+    """Train in this process on the records where `member_mask` is True; yield the model's folder.
 
-    Raises UserError, `dpdist.training.loop.TrainingDiverged` among others.
+    The folder is temporary. The model is a function of the arguments. shared_cache: of trainings
+    that differ only in their keys (`dpdist.training.job.TrainJob`).
+
+    Raises UserError, among others `dpdist.training.loop.TrainingDiverged`.
     """
     privacy = recipe.privacy.model_copy(update={"run_key": key.hex()})
     own = recipe.model_copy(update={"privacy": privacy})
@@ -237,18 +234,15 @@ FOLDER = "teachers"  # in a run's private folder
 TABLE, KEY = "teachers.parquet", b"dpdist.teachers"
 _WEIGHTS = "model.safetensors"
 SCHEMA = pa.schema(
-    [
-        pa.field("model", pa.int64(), nullable=False),
-        pa.field("digest", pa.string(), nullable=False),
-    ]
+    [pa.field("model", pa.int64(), nullable=False), pa.field("digest", pa.string(), nullable=False)]
 )
 COLUMNS: dict[str, ColumnSpec] = {"model": (int, 0), "digest": (str, None)}
 
 
 def shards_by_hash(hashes: np.ndarray, key: bytes, count: int) -> np.ndarray:
-    """Return the shard, of `count`, of each record, by a keyed hash of its own input: int64 (N,).
+    """Return the shard of each record, of `count`, by a keyed hash of its input: int64 (N,).
 
-    hashes: as `Dataset.hashes`. Equal inputs are in one shard, whatever their labels.
+    hashes: as `Dataset.hashes`. Equal inputs are in one shard, also with different labels.
     """
     raw, size = hashes.tobytes(), hashes.dtype.itemsize
 
@@ -262,7 +256,7 @@ def shards_by_hash(hashes: np.ndarray, key: bytes, count: int) -> np.ndarray:
 
 
 def plan_of_shard(recipe: Recipe, records: int) -> tuple[Recipe, PrivacyPlan]:
-    """Return recipe and plan of a teacher's training on a shard of so many records, at least one.
+    """Return recipe and plan of a teacher's training on a shard of `records` >= 1.
 
     A shard smaller than a batch is the batch.
     """
@@ -275,7 +269,7 @@ def plan_of_shard(recipe: Recipe, records: int) -> tuple[Recipe, PrivacyPlan]:
 
 @dataclass(frozen=True)
 class TeacherSetup:
-    """All that teachers have in common. recipe: of their training (`planning.ordinary`)."""
+    """Hold what all teachers have in common. recipe: of their training."""
 
     recipe: Recipe
     count: int
@@ -283,11 +277,9 @@ class TeacherSetup:
 
 
 class TeacherTrainer:
-    """Called with a teacher's number; returns its files, by name."""
+    """Train the teacher of a number, and return its files by name."""
 
     def __init__(self, shared: TeacherSetup) -> None:
-        import torch
-
         torch.set_num_threads(1)  # sums must not depend on the machine
         self._shared = shared
         self._records = records_with_canaries(shared.recipe, data_source(shared.recipe))
@@ -307,8 +299,6 @@ class TeacherTrainer:
             return self._initial_model_files()
 
     def _initial_model_files(self) -> dict[str, bytes]:
-        from dpdist import models
-
         spec = model_spec(self._shared.recipe, self._records)
         with TemporaryDirectory(prefix="dpdist-teacher-") as folder:
             models.save(initial_model(self._shared.recipe, spec), spec, Path(folder))
@@ -323,7 +313,7 @@ class _TeacherItems(TrainingItems):
 
 
 class TeacherJob(JobSpec):
-    """The teachers of one run; all of it is private."""
+    """Train the teachers of one run; all of it is private."""
 
     kind = job_folder.JobKind("set of teachers", "training teachers")
     table_file, metadata_key = TABLE, KEY
@@ -336,7 +326,7 @@ class TeacherJob(JobSpec):
         self.recipe = without_privacy(job.recipe, sections)
 
     def identity(self) -> dict[str, Any]:
-        """The folder is the run's, whose recipe does not change."""
+        """Return data and settings; the recipe of the run's folder does not change."""
         settings = {"teachers": self._count, "key": key_id(self._job.folder.read_run_key())}
         return {"data": self._job.records_without_canaries().fingerprint, "settings": settings}
 
@@ -353,12 +343,12 @@ class TeacherJob(JobSpec):
 
 
 class TeacherEnsemble:
-    """Trained teachers. PRIVATE: what they say may leave only as a method releases it."""
+    """Answer by trained teachers. PRIVATE: only a method may release their answers.
+
+    Raises UserError if they are missing, or are not those that were trained.
+    """
 
     def __init__(self, folder: RunFolder, trusted_factory: str | None = None) -> None:
-        """Raises UserError when they are missing, or not the ones that were trained."""
-        from dpdist import models
-
         home = folder.private / FOLDER
         table = job_folder.read_table(home / TABLE, COLUMNS, KEY)
         self._folders = [item_folder(home / "models", n) for n in table["model"].to_pylist()]
@@ -373,10 +363,6 @@ class TeacherEnsemble:
 
     def class_scores(self, inputs: Tensor) -> np.ndarray:
         """Return each teacher's logits of each input (B, *input_shape): float64 (K, B, C)."""
-        import torch
-
-        from dpdist import models
-
         found = []
         for place in self._folders:
             model = models.load(place, trusted_factory=self._factory)
@@ -392,9 +378,9 @@ def train_teachers(
     *,
     executor: Executor | None = None,
 ) -> TeacherEnsemble:
-    """Train the teachers of a run, or those that are missing.
+    """Train the missing teachers of a run, and return all.
 
-    sections: of the recipe, in place of its own. executor: where, as in `run_job`.
+    sections: replace those of the recipe. executor: as in `run_job`.
     """
 
     def show(done: int, total: int, rate: float) -> None:
@@ -408,14 +394,14 @@ def train_teachers(
     return TeacherEnsemble(job.folder, work.recipe.model.name)
 
 
-# --- answers that are paid for ----------------------------------------------------------------
+# --- answers with a privacy cost --------------------------------------------------------------
 
 
 class QueryOracle:
-    """Answers by a run's teachers, as its method releases them; no more than its plan pays for.
+    """Answer by a run's teachers, as its method releases them, at most as often as planned.
 
-    An input that was answered before gets the answer it got: that costs nothing, and nobody gains
-    by asking again. answers_left: new answers that may still be given. Raises UserError.
+    An input that was answered before gets the same answer, at no further cost. answers_left: number
+    of new answers that are left. Raises UserError.
     """
 
     def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
@@ -428,14 +414,14 @@ class QueryOracle:
         self.input_shape = self._teachers.input_shape
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Noisy scores (B, classes), float64, of inputs (B, *input_shape).
+        """Return noisy scores (B, classes), float64, of inputs (B, *input_shape).
 
-        Raises UserError, and nothing was asked, when fewer answers are left than are new.
+        Raises UserError, before any answer, if fewer answers are left than inputs are new.
         """
         questions = [_question_id(one) for one in inputs]
         private = self._teachers.class_scores(inputs).swapaxes(0, 1)
         try:
-            # Held to the end: of two processes at once, one takes the last answer.
+            # Open until the end: of two processes at once, one takes the last answer.
             with Ledger.open(
                 self._folder.ledger, self._plan.fingerprint(), nonce=self._nonce
             ) as ledger:
@@ -459,10 +445,10 @@ class QueryOracle:
         return torch.tensor(found, dtype=torch.float64)
 
     def _charge_budget(self, ledger: Ledger) -> None:
-        """Charge the records' budget for what is left to this process, before its first answer.
+        """Charge the records' budget for this process's answers, before its first one.
 
-        A run alone was charged for all its answers before its training. A copy of its folder may
-        answer as well, and counts for itself. Raises UserError, and nothing was asked.
+        The run was charged for all its answers before its training. A copy of its folder may answer
+        as well, and counts separately. Raises UserError.
         """
         if not self._charged:
             process = ledger.announce_process()
@@ -471,8 +457,10 @@ class QueryOracle:
             self._charged = True
 
     def num_affordable(self, inputs: Tensor) -> int:
-        """So many of these inputs, from the first on, can be answered with what is left: fewer than
-        were planned for after a crash, which uses up the answer that it interrupts."""
+        """Return how many of these inputs, from the first on, can still be answered.
+
+        A crash uses up the answer that it interrupts.
+        """
         ledger, new = Ledger.read(self._folder.ledger), set[str]()
         for count, question in enumerate(map(_question_id, inputs)):
             if ledger.find_answer(question) is None:
@@ -495,7 +483,7 @@ class QueryOracle:
 
 
 def _question_id(one: Tensor) -> str:
-    """Names an input."""
+    """Return a digest of an input."""
     digest = hashlib.blake2b(digest_size=32, person=b"dpdist.asked")
     digest.update(str(tuple(one.shape)).encode())
     digest.update((one + 0.0).contiguous().numpy().tobytes())
@@ -503,17 +491,19 @@ def _question_id(one: Tensor) -> str:
 
 
 def _source_id(private_source: bytes) -> str:
-    """Name what is released once, by what it is drawn from."""
+    """Return a digest of the private source of a release."""
     return hashlib.blake2b(private_source, digest_size=32, person=b"dpdist.once").hexdigest()
 
 
 def release_once(
     job: TrainJob, private_source: bytes, draw: Callable[[bytes], Sequence[float]]
 ) -> list[float]:
-    """`dpdist.methods.base.TrainingDriver.release_once`. What is drawn has a key of its own for
-    everything that it is drawn from, the recipe included: to draw it again after a crash is an
-    exact replay, and a copy of the folder in which anything is another draws other noise, or is
-    refused."""
+    """Release values once: `dpdist.methods.base.TrainingDriver.release_once`.
+
+    The key depends on everything that the values are drawn from, including the recipe: drawing them
+    again after a crash is an exact replay. A copy of the folder with any difference draws different
+    noise, or raises UserError.
+    """
     about_id = _source_id(private_source)
     question = _source_id(private_source + recipe_digest(job.recipe).encode())
     folder, plan = job.folder, job.plan

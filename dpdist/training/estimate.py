@@ -41,14 +41,16 @@ from dpdist.training.records import data_source, load_test_records, records_with
 from dpdist.training.script_state import kept_buffers
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
-}  # fmt: skip
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
 _ENTRIES = 97  # of the parameter by which an optimizer's state is counted
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a private training would guarantee, take and need, as `dpdist.estimate` returns it.
+    """Hold the guarantee, time and memory of a private training, as `dpdist.estimate` returns them.
 
     Guarantee: nothing here is computed from a private record, so it may be published.
 
@@ -207,11 +209,11 @@ _KEY = bytes(32)  # of noise and draws that are timed and thrown away
 
 @dataclass(frozen=True)
 class StepCost:
-    """Hold what a probe says of one step on one worker.
+    """Hold measurements of one step on one worker.
 
-    rate: examples clipped and summed in a second. rows: of a pass. executed: rows of all passes.
-    noise_seconds: time to add the noise. pass_bytes: memory of a pass, beside what `memory_bytes`
-    counts.
+    rate: examples clipped and summed per second. rows: of a pass. executed: rows of all passes.
+    noise_seconds: time to add the noise. pass_bytes: memory of a pass, in addition to that of
+    `memory_bytes`.
     """
 
     rate: float
@@ -221,7 +223,7 @@ class StepCost:
     pass_bytes: int
 
     def seconds(self, workers: int = 1, records_per_unit: int = 1) -> float:
-        """Return the time of a step whose batch is divided over workers."""
+        """Return the seconds of a step whose batch is divided over workers."""
         return self.executed * records_per_unit / self.rate / workers + self.noise_seconds
 
     def memory(self, size: int, slots: int, sums: int = 1) -> int:
@@ -237,13 +239,13 @@ def measure_step(
     bytes_each: int,
     shards: int = 1,
 ) -> StepCost:
-    """Time an engine, which is not screened for that, on made-up examples.
+    """Return the cost of a step of an unscreened engine, measured on invented examples.
 
     Args:
         engine: with the settings of the training.
-        task: what it learns.
-        examples: inputs and targets, none of them a record's.
-        plan: of which the first step is measured.
+        task: the training objective.
+        examples: invented inputs and targets.
+        plan: its first step is measured.
         bytes_each: of one example's activations (`bytes_per_example`).
         shards: number of parts in which a batch is summed.
     """
@@ -267,10 +269,9 @@ def measure_step(
 def examples_per_second(
     engine: GradientEngine, task: TrainingObjective, inputs: Inputs, labels: Tensor, blocks: Blocks
 ) -> float:
-    """Measure how many of these made-up examples the engine clips and adds up in a second.
+    """Return how many of these invented examples an unscreened engine clips and sums per second.
 
-    It is not screened for that. Two passes are made, of as many rows as those over the blocks have
-    and as there are examples.
+    It executes two passes, of as many rows as passes over the blocks have, at most all examples.
     """
     targets = task.target_function(engine, inputs, labels, _KEY, torch.arange(len(labels)))
     engine.prepare(inputs, targets)
@@ -313,9 +314,9 @@ def bytes_per_example(module: nn.Module, one_pass: Callable[[], object]) -> int:
 
 
 def _extra_bytes(engine: GradientEngine) -> int:
-    """Return bytes of the frozen parameters, of a draw's perturbed ones, and of the self-check.
+    """Return the bytes of frozen parameters, of perturbed ones, and of the self-check.
 
-    That holds a gradient of one parameter in float64.
+    The self-check needs a gradient of one parameter in float64.
     """
     held = sum(each.nbytes for each in engine.model.parameters() if not each.requires_grad)
     if isinstance(engine.perturbation, ParameterPerturbation):
@@ -330,7 +331,7 @@ def _extra_bytes(engine: GradientEngine) -> int:
 def _measured(
     model: nn.Module, records: Records, recipe: Recipe, plan: PrivacyPlan, objective: Objective
 ) -> StepCost:
-    """Measure a step of a script on invented examples."""
+    """Return the cost of a step of a script, measured on invented examples."""
     engine = script_engine(model, objective, recipe)
     engine.records_per_example = 1  # records are timed
     device = engine.parameters[0].device
@@ -343,7 +344,7 @@ def _measured(
 
 
 def optimizer_of(optimizer: str | Callable[..., Optimizer]) -> Callable[..., Optimizer]:
-    """Return what makes an optimizer of parameters and lr. Raises UserError for an unknown name."""
+    """Return a factory of optimizers, (parameters, lr=...). Raises UserError if it is unknown."""
     made = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer
     if not callable(made):
         raise UserError(
@@ -354,7 +355,7 @@ def optimizer_of(optimizer: str | Callable[..., Optimizer]) -> Callable[..., Opt
 
 
 def _slots(optimizer: str | Callable[..., Optimizer]) -> int:
-    """Return how many numbers an optimizer keeps for each parameter, from a step of its own."""
+    """Return how many numbers an optimizer keeps per parameter, measured by one step."""
     parameter = nn.Parameter(torch.zeros(_ENTRIES))
     made = optimizer_of(optimizer)([parameter], lr=0.0)
     parameter.grad = torch.zeros(_ENTRIES)
@@ -367,9 +368,9 @@ def _slots(optimizer: str | Callable[..., Optimizer]) -> int:
 
 
 def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
-    """Return name and value of what a dry run prints of a training that was checked, and its plan.
+    """Return names and values that a dry run prints about a checked training and its plan.
 
-    The time is extrapolated from a probe on this machine with made-up inputs: no record is touched.
+    The time is extrapolated from a probe on this machine with invented inputs, without records.
     """
     dataset = records_with_canaries(recipe, data_source(recipe))
     test = load_test_records(recipe, data_source(recipe))
@@ -412,7 +413,7 @@ def describe_cost(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
 def _measured_recipe(
     recipe: Recipe, plan: PrivacyPlan, dataset: Dataset
 ) -> tuple[GradientEngine, StepCost]:
-    """Measure a step of a recipe with this number of CPUs per worker."""
+    """Return the engine of a recipe and the cost of a step, with its number of CPUs per worker."""
     module = initial_model(recipe, model_spec(recipe, dataset))
     engine, execution = build_engine(recipe, module), recipe.method.execution()
     tensors = execution.placeholder_state(module, dataset.input_shape)
@@ -428,12 +429,12 @@ def _measured_recipe(
 
 
 def _sums(recipe: Recipe) -> int:
-    """Return in how many parts a batch is summed."""
+    """Return the number of parts in which a batch is summed."""
     return CANONICAL_SHARDS if recipe.training.reproducible else 1
 
 
 def _memory(recipe: Recipe, plan: PrivacyPlan, size: int, cost: StepCost) -> list[tuple[str, str]]:
-    """Return the memory of a worker, and of all on one host."""
+    """Return rows with the memory of a worker, and of all workers on one host."""
     slots = len(FlatOptimizer(recipe.training, plan.steps, torch.zeros(1)).slots)
     worker, most = cost.memory(size, slots, _sums(recipe)) / 2**20, recipe.resources.max_workers
     rows = [("memory per worker", f"about {worker:,.0f} MiB")]
@@ -445,7 +446,7 @@ def _memory(recipe: Recipe, plan: PrivacyPlan, size: int, cost: StepCost) -> lis
 
 
 def _made_up(dataset: Dataset, following: bool) -> tuple[Tensor, Tensor]:
-    """Return inputs and labels of the data's shapes, none of them a record's."""
+    """Return invented inputs and labels of the data's shapes."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.rand(PROBE_EXAMPLES, *dataset.input_shape, generator=generator)
     shape = dataset.input_shape if following else ()

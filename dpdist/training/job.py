@@ -1,6 +1,6 @@
 """Check a training completely before it starts: recipe, plan, folder, records and budget.
 
-The result holds everything that a training worker needs.
+The result contains everything that a training worker needs.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ from dpdist.randomness.keys import key_id, new_run_key
 from dpdist.runs.charging import check_charge
 from dpdist.runs.folder import DifferentRecipeError, RunFolder, has_released, read_verified_ledger
 from dpdist.runs.recipe import Recipe, check_against_data, field_error, resolve_plan
-from dpdist.training.provenance import (
-    AMONG_PUBLIC_REASON,
-    check_pretrained,
-)
+from dpdist.training.provenance import AMONG_PUBLIC_REASON, check_pretrained
 from dpdist.training.records import (
     data_source,
     load_test_records,
@@ -40,19 +37,19 @@ from dpdist.training.records import (
 
 
 PACKAGES = ("dpdist",)
-RESTORE_HINT = "put back what was there, or begin a new run under another --name"
+RESTORE_HINT = "restore what was there, or start a new run under another --name"
 
 
 @dataclass(frozen=True)
 class TrainJob:
-    """Handed to every worker. The run key is not in it: workers read it from the private folder.
+    """Describe a training to its workers, without the run key, which is in the private folder.
 
-    member_mask: bool (N,), of the training records those to train on; None: all of them.
-    replacement_records: what is trained on in place of the records
+    member_mask: bool (N,), the training records to train on; None: all of them.
+    replacement_records: trained on instead of the records
         (`dpdist.methods.base.TrainingDriver.run_workers`).
-    shared_cache: PRIVATE, what trainings here that differ in their keys alone make once and share;
-    None: there are no others.
-    screened: `screening_digest` of the model that the driver screened; "": of none.
+    shared_cache: PRIVATE, shared by trainings in this process that differ only in their keys; None:
+        there are no others.
+    screened: `screening_digest` of the model that the driver screened; "" if it screened none.
     """
 
     recipe: Recipe
@@ -66,7 +63,7 @@ class TrainJob:
     screened: str = ""
 
     def records(self) -> Any:
-        """The records to train on, and behind them the canaries of an audit."""
+        """Return the training records followed by an audit's canaries."""
         if self.replacement_records is not None:
             return self.replacement_records
         if self.member_mask is None:
@@ -74,20 +71,20 @@ class TrainJob:
         return self.records_without_canaries()
 
     def records_without_canaries(self) -> data.Dataset:
-        """Without canaries."""
+        """Return the training records."""
         records = training_records(self.recipe, self.source)
         return records if self.member_mask is None else records.select(self.member_mask)
 
     def public_records(self) -> data.Dataset | None:
-        """The public records that the method reads."""
+        """Return the public records that the method reads; None if it reads none."""
         return method_public_records(self.recipe)
 
 
 def check_records(recipe: Recipe, source: data.DataSource, context: str) -> dict[str, Any] | None:
-    """Raise UserError when a private record is among the test records or any public ones, or when
-    the method cannot learn from these.
+    """Return kind and data of the model's public part (`check_pretrained`).
 
-    Returns what the model's public part is and saw (`check_pretrained`).
+    Raises UserError if a private record is among the test records or any public ones, or if the
+    method cannot learn from these.
     """
     test = load_test_records(recipe, source)
     private = private_records(recipe, source)
@@ -104,7 +101,7 @@ def check_records(recipe: Recipe, source: data.DataSource, context: str) -> dict
 
 
 def check_users(recipe: Recipe, dataset: data.Dataset, context: str) -> None:
-    """Raise UserError when a user has several records, and the unit is one record."""
+    """Raise UserError if a user has several records, and the unit is one record."""
     largest = dataset.largest_user or 1
     if recipe.user_unit is None and largest > 1:
         rule = (
@@ -116,10 +113,11 @@ def check_users(recipe: Recipe, dataset: data.Dataset, context: str) -> None:
 
 @dataclass(frozen=True)
 class CheckedTraining:
-    """A training that nothing forbids, and the plan it executes. Nothing was written for it yet.
+    """Hold a training that passed all checks, and its plan. Nothing was written for it yet.
 
-    fingerprint: of the records. noise_multiplier: of the plan's steps; None where it is not kept
-    with the run. screened: as in `TrainJob`."""
+    fingerprint: of the records. noise_multiplier: of the plan's steps; None if it is not kept with
+    the run. screened: as in `TrainJob`.
+    """
 
     recipe: Recipe
     folder: RunFolder
@@ -130,8 +128,10 @@ class CheckedTraining:
     screened: str = ""
 
     def check_budget(self, context: str) -> None:
-        """Raise UserError where what a run may yet release does not fit its records' budget; charge
-        nothing."""
+        """Raise UserError if the run's remaining releases do not fit its records' budget.
+
+        Charge nothing.
+        """
         recipe, folder = self.recipe, self.folder
         if recipe.privacy.budget is None or folder.training_summary.exists():
             return
@@ -140,7 +140,7 @@ class CheckedTraining:
         check_charge(recipe, self.plan, records, context, begun)
 
     def begin(self) -> TrainJob:
-        """Write the run down: folder, plan and key, unless that was done before."""
+        """Write folder, plan and key of the run, unless they exist, and return its job."""
         recipe, folder = self.recipe, self.folder
         recipe.check_constants()
         folder.create_or_open(recipe)
@@ -158,7 +158,7 @@ class CheckedTraining:
         return self.job()
 
     def job(self) -> TrainJob:
-        """Return the job of a run that is written down, for a worker that writes nothing."""
+        """Return the job of a run that is written, for a worker that writes nothing."""
         recipe, folder = self.recipe, RunFolder(self.folder.path.resolve())
         source, packages = data_source(recipe), package_fingerprints(PACKAGES)
         return TrainJob(recipe, self.plan, folder, source, packages, screened=self.screened)
@@ -167,8 +167,8 @@ class CheckedTraining:
 def check_training(recipe: Recipe, folder: RunFolder, context: str) -> CheckedTraining:
     """Check everything that can be checked, and write nothing.
 
-    A continued run reads its plan back, so that it executes the same one. `context` begins the
-    complaints. Raises UserError.
+    A continued run reads its plan, so that it executes the same one. context: begins error
+    messages. Raises UserError.
     """
     if folder.search_recipe_file.exists():
         raise DifferentRecipeError(
@@ -187,26 +187,24 @@ def check_training(recipe: Recipe, folder: RunFolder, context: str) -> CheckedTr
 
 
 def prepare(recipe: Recipe, folder: RunFolder, context: str) -> TrainJob:
-    """Check as `check_training` does, then begin the run. Raises UserError, and then nothing was
-    written."""
+    """Check as `check_training` does, then start the run. After a UserError nothing is written."""
     return check_training(recipe, folder, context).begin()
 
 
 def check_trainable(recipe: Recipe, context: str) -> tuple[data.Dataset, dict[str, Any] | None]:
-    """The records to train on, and what the model's public part is and saw.
+    """Return the records to train on, and kind and data of the model's public part.
 
-    Raises UserError for records, a model or public parts with which nothing could be trained, or
-    nothing promised.
+    Raises UserError for records, a model or public parts that cannot be trained privately.
     """
     return _checked(recipe, context)[:2]
 
 
 def _checked(recipe: Recipe, context: str) -> tuple[data.Dataset, dict[str, Any] | None, str]:
-    """Return what `check_trainable` does, and the digest of the screened model."""
+    """Return the result of `check_trainable`, and the digest of the screened model."""
     if recipe.by_script is not None:
         raise UserError(
-            f"{context}: script: this training is made by a script, with {recipe.by_script.model}, "
-            "and no command repeats it: run the script, which also continues the run"
+            f"{context}: script: a script trains {recipe.by_script.model}, and no command can: run "
+            "the script, which also continues the run"
         )
     source = data_source(recipe)
     dataset, pretrained = check_data(recipe, source, context)
@@ -215,7 +213,7 @@ def _checked(recipe: Recipe, context: str) -> tuple[data.Dataset, dict[str, Any]
         raise field_error(context, "resources.workers", rule, recipe.resources.worker_count_text)
     _check_resources(recipe, context)
     models.check_name(recipe.model.name)
-    from dpdist.training.model_setup import check_model  # loads torch: all else is refused before
+    from dpdist.training.model_setup import check_model  # loads torch, so it comes last
 
     return dataset, pretrained, check_model(recipe, dataset)
 
@@ -223,10 +221,10 @@ def _checked(recipe: Recipe, context: str) -> tuple[data.Dataset, dict[str, Any]
 def check_data(
     recipe: Recipe, source: data.DataSource, context: str
 ) -> tuple[data.Dataset, dict[str, Any] | None]:
-    """Return the records to train on, and what the model's public part is and saw.
+    """Return the records to train on, and kind and data of the model's public part.
 
-    `dpdist data check` and each training ask for the same. Raises UserError for records with which
-    nothing could be trained, or nothing promised.
+    `dpdist data check` and each training call it. Raises UserError for records that cannot be
+    trained on privately.
     """
     dataset = records_with_canaries(recipe, source)
     pretrained = check_records(recipe, source, context)
@@ -240,7 +238,7 @@ def check_data(
 
 
 def _check_features(recipe: Recipe, source: data.DataSource) -> None:
-    """Raise UserError for a feature that is the label but for the names of its values."""
+    """Raise UserError for a feature that is the label, except for the names of its values."""
     section = recipe.data
     if not section.columns.features or section.targets != "class":
         return
@@ -253,8 +251,8 @@ def _check_features(recipe: Recipe, source: data.DataSource) -> None:
             names = names or section.columns.features
             named = names[place] if len(names) == inputs.shape[1] else f"number {place} from 0"
             raise UserError(
-                f"data.columns.features: must not hold the answer, got {named}, which is "
-                f"{section.columns.label} but for the names of its values; take it out"
+                f"data.columns.features: must not contain the answer, got {named}, which is "
+                f"{section.columns.label} except for the names of its values; remove it"
             )
 
 
@@ -262,9 +260,9 @@ _ANSWERS_AT_ONCE = 4096  # documents
 
 
 def _check_answers(recipe: Recipe, source: data.DataSource) -> None:
-    """Warn of documents whose answers are cut away, and raise UserError where all of them are.
+    """Warn about documents whose answers are cut off, and raise UserError if all of them are.
 
-    They would be paid for, and nothing be learned of them.
+    They would use budget, and the model would learn nothing from them.
     """
     if recipe.data.text is None or not recipe.data.text.has_prompts:
         return
@@ -276,20 +274,20 @@ def _check_answers(recipe: Recipe, source: data.DataSource) -> None:
     key, length = "data.text.length", recipe.data.text.length
     if empty == len(records):
         raise UserError(
-            f"{key}: must leave a token of an answer in some document, got {length}, by which all "
-            "answers are cut away; give a longer length"
+            f"{key}: must leave a token of an answer in some document, got {length}, which cuts "
+            "off all answers; give a longer length"
         )
     if empty:
         warnings.warn(
-            f"{key}: of {empty:,} of {len(records):,} training documents nothing is learned, since "
-            f"their answers lie behind token {length}; give a longer length, or leave them out "
+            f"{key}: nothing is learned from {empty:,} of {len(records):,} training documents, "
+            f"whose answers start after token {length}; give a longer length, or leave them out "
             "(the count is private)",
             stacklevel=2,
         )
 
 
 def _check_resources(recipe: Recipe, context: str) -> None:
-    """Raise UserError for noise of a device where no step of the training draws noise."""
+    """Raise UserError for noise on a device if no step of the training draws noise."""
     reason = ""
     if not recipe.method.capabilities.takes_gradient_steps:
         reason = "for a method without gradient steps"
@@ -301,8 +299,9 @@ def _check_resources(recipe: Recipe, context: str) -> None:
 
 
 def check_kept(recipe: Recipe, folder: RunFolder, about: dict[str, Any] | None) -> None:
-    """Raise UserError where a run that may have released something lost what its releases were made
-    under: made again, it would be another, and nobody would notice. Its key must be the ledger's.
+    """Raise UserError if a run that may have released something lost a file that releases need.
+
+    A new file would differ unnoticed. The run's key must be that of the ledger.
     """
     if not has_released(folder):
         return
@@ -325,23 +324,23 @@ def check_kept(recipe: Recipe, folder: RunFolder, about: dict[str, Any] | None) 
 
 
 def check_same_data(folder: RunFolder, name: str, fingerprint: str) -> None:
-    """Raise UserError when the run was begun on other records: the plan is about those."""
+    """Raise UserError if the run was started on different records, which its plan counts."""
     if folder.data_fingerprint.exists():
         before = read_json(folder.data_fingerprint, {"train": str})["train"]
         if before != fingerprint:
             raise UserError(
                 f"{folder.path}: {name} has changed since this run was begun; restore it, "
-                "or choose another --name (in a loop of your own: folder=)",
+                "or choose another --name (in a custom loop: folder=)",
                 see="explanation/privacy.md#what-a-run-really-released",
             )
 
 
 def _check_same_pretrained(folder: RunFolder, pretrained: dict[str, Any] | None) -> None:
-    """Raise UserError when what others trained was replaced since the run was begun."""
+    """Raise UserError if the model's public part was replaced since the run was started."""
     if pretrained is None or not folder.pretraining_record.exists():
         return
     found = {key: value for key, value in pretrained.items() if key != "assumed"}  # it follows
-    # there may be more: "joined"
+    # The record may also have "joined".
     if not found.items() <= read_json(folder.pretraining_record).items():
         raise UserError(
             f"{folder.path}: model.{pretrained['part']} has changed since this run was begun; "
@@ -350,17 +349,17 @@ def _check_same_pretrained(folder: RunFolder, pretrained: dict[str, Any] | None)
 
 
 def choose_run_key(recipe: Recipe, folder: RunFolder) -> bytes:
-    """Return the run's key, or one to begin it with: the recipe's fixed key, or a new one."""
+    """Return the run's key; for a new run the recipe's fixed key, or a new one."""
     if folder.run_key.exists():
         return folder.read_run_key()
     return bytes.fromhex(recipe.privacy.run_key) if recipe.privacy.run_key else new_run_key()
 
 
 def ensure_run_key(folder: RunFolder, fixed: str | None, key: bytes | None = None) -> None:
-    """Put the run key into the private folder, once: from the operating system's generator, or a
-    fixed one (tests only; the privacy card then says that the run is not private).
+    """Write the run key into the private folder, once.
 
-    key: the one to begin with, if it was chosen before (`choose_run_key`).
+    It comes from the operating system's generator, or is fixed (only for tests; the privacy card
+    then states that the run is not private). key: chosen before (`choose_run_key`).
     """
     if fixed and not folder.run_key.exists():  # first: no crash leaves a fixed key unmarked
         write_atomic(folder.fixed_key_marker, "The run key was fixed in the recipe: not private.\n")

@@ -1,13 +1,13 @@
 """The training loop: one for recipes, scripts, the trainers of other libraries, and audits.
 
-`take` is a step: a private release by `PrivateStep`, one update of the learner, and a look at its
-numbers. `save` writes a checkpoint between two steps, and `finish` saves the model and sums the
-training up. Who calls them decides when: the worker of a recipe by its clock and by interruptions
-(`dpdist.training.worker`), a script by its own lines (`dpdist.PrivateTraining`).
+`take` is a step: a private release by `PrivateStep`, one update of the learner, and a check that
+its numbers are finite. `save` writes a checkpoint between two steps, and `finish` saves the model
+and writes the summary. The caller decides when: the worker of a recipe by its clock and by
+interruptions (`dpdist.training.worker`), a script by its own lines (`dpdist.PrivateTraining`).
 
-The order of effects in a step, on the worker that holds the ledger: sum, permit, ledger, noise,
-update, check, metrics. The others hold the same noisy sum and write nothing. What is on the
-ledger is charged whatever happens after it.
+The order of effects in a step, on the worker with the ledger: sum, permit, ledger, noise, update,
+check, metrics. The others get the same noisy sum and write nothing. What is on the ledger counts
+in epsilon whatever happens after it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from dpdist.training.trained_weights import write_trained
 
 
 class TrainingDiverged(UserError):
-    """A training whose numbers are not finite any more."""
+    """The numbers of a training are not finite any more."""
 
 
 class Learner(Protocol):
-    """A model with the optimizer that changes it, and with what a checkpoint keeps of both."""
+    """A model and its optimizer, and the state of both that a checkpoint keeps."""
 
     @property
     def model(self) -> nn.Module:
@@ -54,15 +54,15 @@ class Learner(Protocol):
         """Return which numbers are not finite after a step, with a verb; "" if all are."""
 
     def check_same(self, done: int) -> None:
-        """Raise an error on all workers unless they hold the same parameters."""
+        """Raise an error on all workers unless they have the same parameters."""
 
     def state(self, done: int) -> checkpoint.TrainState:
-        """Return what a checkpoint after `done` steps keeps."""
+        """Return the state that a checkpoint after `done` steps keeps."""
 
     def finished(self, whole: bool) -> ModelSpec:
-        """Let the model be as it is published, and return its description.
+        """Put the model into its published form, and return its description.
 
-        whole: the plan is at its end.
+        whole: whether the plan is finished.
         """
 
 
@@ -71,16 +71,17 @@ class Loop:
 
     Args:
         job: folder, plan and recipe of the run.
-        step: releases what a step needs. Worker 0's has the ledger, and it alone writes.
+        step: releases the gradients. Only worker 0's has the ledger, and only worker 0 writes.
         learner: is changed by the releases.
         start: number of the first step.
-        last: where this process ends; default: at the end of the plan.
-        examples: public or invented examples, on which rounding is measured; None: not measured.
-        monitor: of an earlier loop of this process, which goes on.
+        last: step before which this process ends; default: the end of the plan.
+        examples: returns public or invented examples, on which rounding is measured; None: rounding
+            is not measured.
+        monitor: of an earlier loop of this process, which continues.
 
     Attributes:
-        done: number of steps that the model was made of.
-        kept: steps in the newest checkpoint.
+        done: number of steps that the model was trained by.
+        kept: number of steps before the newest checkpoint.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Loop:
         self._saved = time.monotonic()
 
     def _independence(self) -> str:
-        """Return why records are taken to be apart; "" where no noisy step rests on it."""
+        """Return why records count as independent; "" if no noisy step depends on it."""
         if not self.plan.step(0).noise_multiplier:
             return ""
         steps = self.job.recipe.method.capabilities.takes_gradient_steps
@@ -136,12 +137,12 @@ class Loop:
         released, seen, flagged = learner.release(self.step, number, self.plan.step(number), flag)
         learner.update(released, number)
         if what := learner.not_finite(number, number + 1 == self.last):
-            # Nobody says so before worker 0 has the step on its ledger.
+            # No worker raises before worker 0 has the step on its ledger.
             self.step.reducer.all_gather_text("")
             raise TrainingDiverged(
                 f"training diverged: after step {number + 1:,} {what} not finite. The steps so far "
-                "are charged; lower the learning rate (or privacy.clip_norm) and begin a new run "
-                "with a model built anew"
+                "are counted in epsilon; lower the learning rate (or privacy.clip_norm) and start "
+                "a new run with a newly built model"
             )
         if self.monitor is not None and seen is not None:
             self.monitor.record_step(number, seen)
@@ -157,12 +158,12 @@ class Loop:
         self._saved, self.kept = time.monotonic(), self.done
 
     def pause(self) -> None:
-        """Close this process's part of a training that another one continues."""
+        """Close this process's part of a training that another process continues."""
         if self.monitor is not None:
             self.monitor.pause(self.done)
 
     def finish(self) -> None:
-        """Save the model, and sum the training up once it is whole; steps left out are charged."""
+        """Save the model; at the end of the plan write the summary, and charge steps not taken."""
         frozen = sum(p.numel() for p in self.learner.model.parameters() if not p.requires_grad)
         whole = self.last == self.plan.steps
         spec, ledger, folder = self.learner.finished(whole), self.step.ledger, self.job.folder

@@ -1,10 +1,10 @@
 """Build a recipe's model and gradient engine, and check both on public data.
 
-A run that stops or is refused shows it to every observer. So checks are made on examples that hold
-nothing private, test records and examples invented from them, and divergence is asked of the
-parameters, which the ledger has paid for, and of the model's answers on public test inputs:
-stopping is post-processing. Losses and gradients of private records are never asked; records whose
-gradient is not finite add nothing to the sum.
+Every observer sees that a run stops or raises an error. So checks use only public examples, test
+records and examples invented from them, and divergence is detected from the parameters, which the
+ledger counts, and from the model's outputs for public test inputs: stopping is post-processing.
+Losses and gradients of private records are never used for it; records whose gradient is not finite
+add nothing to the sum.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ from dpdist.config.training import TrainingRecipe
 from dpdist.core.errors import UserError
 from dpdist.data import Dataset, next_tokens
 from dpdist.gradients.clipping import make_clipping
-from dpdist.gradients.engine import (
-    GradientEngine,
-    TrainingObjective,
-    input_targets,
-)
+from dpdist.gradients.engine import GradientEngine, TrainingObjective, input_targets
 from dpdist.gradients.hooks import Inputs, Objective, example_losses, weighted_by_class
 from dpdist.gradients.objective import checked_losses, objective_of
 from dpdist.gradients.perturbations import CropAndFlip, Perturbation
@@ -50,7 +46,7 @@ _PROBE = 8  # test inputs
 
 
 def public_probe(test: Dataset) -> tuple[Tensor, Tensor]:
-    """Inputs and labels of the first few test records."""
+    """Return inputs and labels of the first few test records."""
     rows = slice(0, _PROBE)
     return test.batch(rows), test.targets(rows)
 
@@ -58,8 +54,10 @@ def public_probe(test: Dataset) -> tuple[Tensor, Tensor]:
 def check_initial_model(
     model: nn.Module, inputs: Tensor, labels: Tensor, name: str, learned: Objective
 ) -> None:
-    """Raise UserError unless the untrained model gives finite logits for public test inputs, and
-    a finite gradient of what is learned for one of them at least."""
+    """Raise UserError unless the untrained model has finite logits for public test inputs.
+
+    The gradient of the objective must also be finite for at least one of them.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     finite = False
     for row in range(len(labels)):
@@ -75,7 +73,7 @@ def check_initial_model(
         if not torch.isfinite(outputs).all():
             raise UserError(
                 f"model {name!r} gives logits that are not finite for test input {row}, before any "
-                "training: mend the model, its model.mean and model.std, or its initial weights"
+                "training: fix the model, its model.mean and model.std, or its initial weights"
             )
         finite = finite or all(g is None or bool(torch.isfinite(g).all()) for g in gradients)
     if not finite:
@@ -85,19 +83,19 @@ def check_initial_model(
         )
 
 
-# --- examples that hold nothing private -------------------------------------------------------
+# --- examples without private records ---------------------------------------------------------
 
 
 _KEY = bytes(32)
-MEASURED = 64  # examples of which moves are measured
+MEASURED = 64  # examples on which rounding is measured
 
 
 def public_examples(source: data.DataSource, count: int = NUM_EXAMPLES) -> tuple[Tensor, Tensor]:
     """Return inputs (count, ...) and labels: the first test records, then invented ones.
 
-    Of an invented input each number is that of a test record at the same place, so it is in the
-    declared range; the last few are far outside it, where a model may do something else. Tokens are
-    any of the vocabulary. Labels are any of the classes, or the tokens that follow. The same ones
+    Each number of an invented input is that of a test record at the same position, so it is in the
+    declared range; the last few are far outside it, where a model may behave differently. Tokens
+    are any of the vocabulary. Labels are any of the classes, or the next tokens. They are the same
     each time.
     """
     test = data.load(source, "test")
@@ -127,10 +125,10 @@ def public_examples_of_task(
     source: data.DataSource,
     count: int = NUM_EXAMPLES,
 ) -> tuple[Tensor, Tensor]:
-    """Examples with the targets of the task.
+    """Return public examples with the targets of the task.
 
-    Nothing is drawn for them: keys are for records. A denoiser's examples get a fixed noise, since
-    one that begins as the identity learns nothing from an input that is its own target.
+    They get no random augmentation: keys are for records. A denoiser's examples get fixed noise,
+    since a denoiser that starts as the identity learns nothing from an input that is its target.
     """
     device = engine.parameters[0].device
     inputs, labels = (each.to(device) for each in public_examples(source, count))
@@ -151,7 +149,7 @@ def validate_on_public_examples(
 ) -> None:
     """Screen the engine's model on public and invented examples (`GradientEngine.validate`).
 
-    screened: the driver did; the engine is prepared alone.
+    screened: whether the driver did; the engine is then only prepared.
     """
     examples = public_examples_of_task(engine, task, source)
     (engine.prepare if screened else engine.validate)(*examples)
@@ -167,13 +165,13 @@ def measured_rounding(
 
     Args:
         engine: as it trained.
-        make_examples: makes inputs and targets that hold nothing private.
-        plan: what was executed.
+        make_examples: returns inputs and targets without private records.
+        plan: the executed plan.
         largest: records of the largest shard.
 
     Returns:
-        `precision`, `draws` where the model draws random numbers, and `moves` in units of the clip
-        norm; without it where no record of a noisy step moves, or the examples do not run.
+        `precision`, `draws` if the model draws random numbers, and `moves` in units of the clip
+        norm; without `moves` if no record of a noisy step moves, or the examples fail.
     """
     step, found = plan.step(0), {"precision": str(engine.precision).removeprefix("torch.")}
     if engine.draws.any:
@@ -183,7 +181,7 @@ def measured_rounding(
     blocks = Blocks.for_batches(largest, step.mean_rate, step.batch_cap)
     try:
         return {**found, "moves": engine.measure_moves(*make_examples(), blocks)}
-    except (RuntimeError, UserError):  # a training that has ended is not lost for it
+    except (RuntimeError, UserError):  # a finished training must not fail by it
         return found
 
 
@@ -191,7 +189,7 @@ def measured_rounding(
 
 
 def model_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
-    """The description of the model for these inputs."""
+    """Return the description of the model for these inputs."""
     section, options = recipe.model, recipe.model.options
     if section.initial is not None:
         options = models.with_base_config(options, section.initial.folder)
@@ -213,9 +211,9 @@ def model_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
 
 
 def screening_digest(recipe: Recipe, model: nn.Module) -> str:
-    """Return a digest of a model's first weights and of the settings that its screening rests on.
+    """Return a digest of a model's first weights and of the settings that affect its screening.
 
-    Workers compare it with the driver's: what the driver screened, none of them screens again.
+    Workers compare it with the driver's: they do not screen again what the driver screened.
     """
     settings = [recipe.model.model_dump(mode="json"), recipe.training.loss, recipe.method.name]
     return f"{checkpoint.tensors_digest(model.state_dict())} {json.dumps(settings)}"
@@ -234,7 +232,7 @@ def check_model(recipe: Recipe, dataset: data.Dataset) -> str:
     if text is not None and text.has_prompts and recipe.model.name != "transformer":
         raise UserError(
             f"{recipe.name}: model.name: must be transformer with data.text.prompt or messages, "
-            f"got {recipe.model.name!r}: others know no tokens that are read and not learned"
+            f"got {recipe.model.name!r}: others do not support tokens that are only read"
         )
     engine = build_engine(recipe, module)
     if recipe.canary_audit is not None:
@@ -265,7 +263,7 @@ def _check_augmented(recipe: Recipe, spec: ModelSpec) -> None:
 
 
 def initial_model(recipe: Recipe, spec: ModelSpec) -> torch.nn.Module:
-    """The model before the first step: by its seed, or from a public pre-training."""
+    """Return the model before the first step: by its seed, or from a public pre-training."""
     module = models.initialize(spec, recipe.training.init_seed)
     if recipe.model.frozen_part is not None:
         load_frozen_weights(module, recipe)
@@ -277,7 +275,7 @@ def initial_model(recipe: Recipe, spec: ModelSpec) -> torch.nn.Module:
 
 
 def _train_only(module: torch.nn.Module, names: list[str], spec: ModelSpec) -> None:
-    """Leave everything but these modules as it is. Raises UserError for one that is not there."""
+    """Freeze everything except these modules. Raises UserError for one that does not exist."""
     module.requires_grad_(False)
     if spec.denoiser is not None:
         module = module.get_submodule(models.CLASSIFIER)
@@ -293,7 +291,7 @@ def _train_only(module: torch.nn.Module, names: list[str], spec: ModelSpec) -> N
 def build_engine(
     recipe: Recipe, model: torch.nn.Module, plan: PrivacyPlan | None = None
 ) -> GradientEngine:
-    """The gradient engine of a recipe. Raises UserError for a model that mixes examples.
+    """Return the gradient engine of a recipe. Raises UserError for a model that mixes examples.
 
     plan: of the run; without it the engine is for a check or a probe.
     """
@@ -312,7 +310,7 @@ def build_engine(
     )
     if any(isinstance(each, _SpectralNorm) for each in model.modules()):
         raise UserError(
-            "model: must have no spectral_norm in a recipe, whose steps do not move its vectors: "
+            "model: must have no spectral_norm in a recipe, whose steps do not update its vectors: "
             "train it by dpdist.PrivateTraining"
         )
     engine.augmentation = augmentation(recipe.training)
@@ -326,7 +324,7 @@ def build_engine(
 
 
 def script_engine(model: nn.Module, learned: Objective, recipe: Recipe) -> GradientEngine:
-    """Return the gradient engine of a script's model, by the recipe that states its training."""
+    """Return the gradient engine of a script's model, by the recipe of its training."""
     engine = GradientEngine(
         model,
         learned,
@@ -340,10 +338,10 @@ def script_engine(model: nn.Module, learned: Objective, recipe: Recipe) -> Gradi
 
 
 def importance_weighted(learned: Objective, recipe: Recipe, records: int | None) -> Objective:
-    """Return what is learned, with data.importance_weights weighted by 1/rate of a record's class.
+    """Return the objective; with data.importance_weights weighted by 1/rate of a record's class.
 
-    The weights are public, and their mean over a step's records is 1. records: of the plan; without
-    it, for a check or a probe, the number that the class counts add up to.
+    The weights are public, and their mean over a step's records is 1. records: of the plan; for a
+    check or a probe None, which means the sum of the class counts.
     """
     if not recipe.data.importance_weights:
         return learned
@@ -354,17 +352,17 @@ def importance_weighted(learned: Objective, recipe: Recipe, records: int | None)
 
 
 def objective(training: TrainingRecipe) -> Objective:
-    """Return what is learned, by the recipe. Raises UserError for a function that is not there."""
+    """Return the recipe's objective. Raises UserError for a function that does not exist."""
     if not training.own_loss:
         return objective_of(training.loss)
     module, _, name = training.loss.partition(":")
-    if module.partition(".")[0] == "torch":  # of no form that is taken; its source is long
+    if module.partition(".")[0] == "torch":  # not supported, so this raises
         given: Any = getattr(importlib.import_module(module), name, None)
-        return objective_of(given)  # raises
+        return objective_of(given)
     code = source_digests(training.loss)
     try:
         found = getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever a user's module does when it is imported
+    except Exception as error:  # whatever a user's module raises when it is imported
         raise UserError(
             f"training.loss: cannot import {training.loss!r}: {type(error).__name__}: {error}"
         ) from error
@@ -373,5 +371,5 @@ def objective(training: TrainingRecipe) -> Objective:
 
 
 def augmentation(training: TrainingRecipe) -> CropAndFlip | None:
-    """What every draw of a record does to its image, by the recipe."""
+    """Return the recipe's augmentation of images, or None."""
     return CropAndFlip(training.crop, training.flip) if training.has_augmentation else None

@@ -1,7 +1,7 @@
 """Files that worker 0 writes while it trains: private metrics, progress, summary and worker groups.
 
 All of it is PRIVATE. The record of worker groups has one line for each (re)start. It releases
-nothing and no result depends on it; the ledger alone states the charges.
+nothing and no result depends on it; only the ledger counts in epsilon.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PROGRESS_SECONDS = 0.5
 
 @dataclass
 class StepMetrics:
-    """Metrics of worker 0's records in one step: PRIVATE."""
+    """Hold metrics of worker 0's records in one step: PRIVATE."""
 
     examples: int = 0
     nonfinite: int = 0
@@ -50,7 +50,7 @@ class StepMetrics:
 
 
 class Monitor:
-    """Worker 0's private metrics and the progress file that the driver's terminal shows."""
+    """Write worker 0's private metrics, and the progress file for the driver's terminal."""
 
     def __init__(self, job: TrainJob, steps: int, start: int) -> None:
         self.folder, self.steps, self.start = job.folder, steps, start
@@ -75,7 +75,7 @@ class Monitor:
         seconds = self.last_progress_at - self.started_at
         rate = (done - self.start) / max(seconds, 1e-9)
         state = {"done": done, "steps": self.steps, "rate": rate}
-        # Twice a second: all workers would wait for the disk, and the terminal alone reads it.
+        # Not durable: all workers would wait for the disk twice a second, only for the terminal.
         write_json(self.folder.progress, state, durable=False)
 
     def pause(self, done: int) -> None:
@@ -83,10 +83,9 @@ class Monitor:
         self._write_progress(done)
 
     def finish(self, ledger: Ledger, **made: Any) -> None:
-        """Sum the training up.
+        """Write the summary of a training.
 
-        ledger: everything the saved model was made of is in it. made: of the model, as
-        `write_summary` takes it.
+        ledger: has every release that the saved model depends on. made: further keys.
         """
         self.metrics.close()
         self._write_progress(self.steps)
@@ -102,10 +101,10 @@ class Monitor:
 def write_summary(
     folder: RunFolder, ledger: Ledger, steps: int, seconds: float, **made: Any
 ) -> None:
-    """Write down that a training is finished, and how far its ledger goes.
+    """Write the summary of a finished training, with the state of its ledger.
 
-    seconds: of the steps from made["timed_from"], where the last restart began; else of all. made:
-    of the model.
+    seconds: of the steps from made["timed_from"], the first after the last restart; else of all.
+    made: further keys.
     """
     write_json(
         folder.training_summary,
@@ -125,10 +124,13 @@ def write_summary(
 
 @dataclass(frozen=True)
 class WorkerGroup:
-    """Workers that went on together. step: their first. backend: what they talk through. again:
-    steps on record that they release anew, each charged another time. independence: how their
-    passes keep records apart (`dpdist.core.fields`); "" where nothing rests on it. saved: steps
-    that they need not repeat, since the group before them wrote a checkpoint before its end."""
+    """Describe workers that ran together.
+
+    step: their first one. backend: of their communication. again: steps on record that they release
+    again, each counted again. independence: how their passes keep records apart
+    (`dpdist.core.fields`); "" if nothing depends on it. saved: steps that they need not repeat,
+    since the group before them wrote a checkpoint at its end.
+    """
 
     step: int
     workers: int
@@ -142,7 +144,7 @@ _SHAPE = {"step": int, "workers": int, "backend": str, "again": int}
 
 
 def append_group(folder: RunFolder, group: WorkerGroup) -> None:
-    """Record a group of workers, with what the interruption of the one before it saved."""
+    """Record a group of workers, with the steps that the interruption before it saved."""
     group = replace(group, saved=group.saved or take_interruption(folder, group.step))
     line = {name: value for name, value in asdict(group).items() if name != "saved" or value}
     with open(folder.worker_groups, "a") as file:
@@ -150,14 +152,16 @@ def append_group(folder: RunFolder, group: WorkerGroup) -> None:
 
 
 def read_groups(folder: RunFolder) -> list[WorkerGroup]:
-    """All so far, the first one first; what a crash or a full disk cut off is left out. Raises
-    UserError for a damaged line."""
+    """Return all groups so far, without lines that a crash or a full disk cut off.
+
+    Raises UserError for a damaged line.
+    """
     path = folder.worker_groups
     try:
         lines = read_text(path).split("\n")[:-1]
     except MissingFileError:
         return []
-    # The last brace: in its line a whole one may stand behind one that was cut off.
+    # From the last brace: a line may start with one that was cut off.
     whole = [line[max(0, line.rfind("{")) :] for line in lines]
     places = [f"{path}, line {number}" for number in range(1, len(whole) + 1)]
     found = [parse_json(*each, _SHAPE) for each in zip(whole, places, strict=True)]
@@ -172,7 +176,7 @@ def read_groups(folder: RunFolder) -> list[WorkerGroup]:
 
 
 class WorkerChangeReporter:
-    """Says when a training goes on with another number of workers, or is charged again."""
+    """Report when a training continues with a different number of workers, or counts again."""
 
     def __init__(self, folder: RunFolder, log: Callable[[str], None]) -> None:
         self._folder, self._log = folder, log
@@ -215,15 +219,14 @@ _STOP = b"stop"
 
 
 class InterruptionWatch:
-    """Learn between two steps that the workers are to end: Ray takes a host away, or the command
-    got SIGTERM.
+    """Find out between two steps that the workers are to end, by Ray or by SIGTERM.
 
-    Each worker has one. Ray's question is a barrier: all workers ask it after the same steps, those
-    at which worker 0 raised its flag, at most once a second.
+    Each worker has one. Asking Ray is a barrier: all workers ask after the same steps, those at
+    which worker 0 raised its flag, at most once a second.
 
     Args:
-        folder: the run; its driver writes the word that ends the training early into a file there,
-            which worker 0 makes: open files alone are read afresh on every network file system.
+        folder: the run; to end the training early its driver writes a word into a file there, which
+            worker 0 creates: only existing files are read correctly on every network file system.
         reducer: of this worker.
         host_leaves: asks Ray (`dpdist.cluster.work.WorkerPlace`).
     """
@@ -237,12 +240,12 @@ class InterruptionWatch:
             folder.stop_request.write_bytes(b"")
 
     def close(self) -> None:
-        """Take no word any more: the last step is done."""
+        """Remove the file: the last step is done."""
         if self._reducer.rank == 0:
             self._folder.stop_request.unlink(missing_ok=True)
 
     def is_due(self) -> bool:
-        """Return whether all workers are to ask after this step, by the clock of worker 0."""
+        """Return whether all workers are to ask after this step, by worker 0's clock."""
         return self._reducer.rank == 0 and time.monotonic() - self._asked_at >= _ASK_SECONDS
 
     def ask(self, save: bool) -> tuple[bool, bool]:
@@ -255,7 +258,7 @@ class InterruptionWatch:
 
 
 def request_stop(folder: RunFolder) -> bool:
-    """Ask the workers to end after a checkpoint; return whether there are any that take steps."""
+    """Ask the workers to end after a checkpoint; return whether any are taking steps."""
     if not folder.stop_request.exists():
         return False
     folder.stop_request.write_bytes(_STOP)
@@ -274,8 +277,10 @@ _INTERRUPTION_SHAPE = {"step": int, "saved": int}
 
 
 def take_interruption(folder: RunFolder, start: int) -> int:
-    """Return how many steps need not be repeated since the last group of workers wrote a
-    checkpoint before its end, and remove the record. start: the first step of the new group."""
+    """Return how many steps the last group of workers saved at its end, and remove the record.
+
+    start: the first step of the new group.
+    """
     if not folder.interruption.exists():
         return 0
     record = read_json(folder.interruption, _INTERRUPTION_SHAPE)
@@ -285,10 +290,10 @@ def take_interruption(folder: RunFolder, start: int) -> int:
 
 @contextmanager
 def stopped_between_steps(folder: RunFolder) -> Iterator[Callable[[], None]]:
-    """Let SIGTERM end a training after a checkpoint, where it would do what Ctrl-C does.
+    """Let SIGTERM end a training after a checkpoint.
 
-    A second one, and a step that takes a minute, end it at once. Yields what raises
-    KeyboardInterrupt after this minute, to be called often.
+    A second one, or a step longer than a minute, ends it at once. Yields a function that raises
+    KeyboardInterrupt after this minute; call it often.
     """
     asked_at = list[float]()
 

@@ -107,8 +107,8 @@ def preferences(
         )
     if found := [*trained_by(reference), *trained_by(without_wrapper(reference))]:
         raise UserError(
-            f"{name}: reference must be public, got one that {found[0]} trained: epsilon of "
-            "a release is not composed with that of an own loop; load the public base"
+            f"{name}: reference must be public, got one that {found[0]} trained: its epsilon would "
+            "not be composed with that of the new run; load the public base"
         )
     device = next(reference.parameters()).device
 
@@ -126,17 +126,24 @@ def preferences(
         if limits is not None and not keeps_documents_apart(reference, few, limits[0]):
             raise UserError(
                 f"{name}: reference must keep the two answers of a row apart, got a "
-                f"{type(without_wrapper(reference)).__name__}, which heeds no mask or no positions"
+                f"{type(without_wrapper(reference)).__name__}, which ignores the mask or positions"
             )
         return preference_records(
-            data, tokenizer, difference, length=length, pretraining_data=pretraining_data,
-            prompt=prompt, chosen=chosen,
-            rejected=rejected, unit=unit, name=name,
-        )  # fmt: skip
+            data,
+            tokenizer,
+            difference,
+            length=length,
+            pretraining_data=pretraining_data,
+            prompt=prompt,
+            chosen=chosen,
+            rejected=rejected,
+            unit=unit,
+            name=name,
+        )
 
 
 def _check_adapters_are_new(reference: nn.Module, few: int, vocabulary: int, name: str) -> None:
-    """Raise UserError for adapters that say something: the reference is computed without them."""
+    """Raise UserError for trained adapters: the reference is computed without them."""
     if not any(hasattr(module, "disable_adapter") for module in reference.modules()):
         return
     inner = without_wrapper(reference)
@@ -164,12 +171,14 @@ def _check_adapters_are_new(reference: nn.Module, few: int, vocabulary: int, nam
 
 @contextmanager
 def _as_reference(model: nn.Module) -> Iterator[None]:
-    """Switch adapters of peft and dropout off, and gradients, within the block."""
+    """Switch off peft's adapters, dropout and gradients within the block."""
+
+    def modules_with(*names: str) -> list[Any]:
+        return [each for each in model.modules() if all(hasattr(each, name) for name in names)]
+
     learned = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    adapted: list[Any] = [module for module in model.modules() if hasattr(module, "disable_adapter")
-               and hasattr(module, "peft_config")]  # fmt: skip
-    tuned = any(hasattr(module, "active_adapters") and hasattr(module, "disable_adapters")
-                and hasattr(module, "base_layer") for module in model.modules())  # fmt: skip
+    adapted = modules_with("disable_adapter", "peft_config")
+    tuned = modules_with("active_adapters", "disable_adapters", "base_layer")
     if tuned and len(adapted) != 1:
         raise UserError(
             "reference: must have its adapters from peft.get_peft_model, which can be switched off"
@@ -180,5 +189,5 @@ def _as_reference(model: nn.Module) -> Iterator[None]:
                 stack.enter_context(each.disable_adapter())
             yield
     finally:
-        for parameter, learns in learned.items():  # peft unfreezes whatever it switches on again
+        for parameter, learns in learned.items():  # peft unfreezes what it switches on again
             parameter.requires_grad_(learns)

@@ -1,12 +1,12 @@
 """Pre-train WITHOUT privacy on public records, and join a finished denoiser and classifier.
 
 Pre-training gives initial weights, or a model's frozen part, by ordinary minibatches of shuffled
-records on one process. The model folder lists the records that were seen
+records in one process. The model folder lists the records that were seen
 (`dpdist.training.provenance`), so that a private run can check that none of them is private.
 
 Denoised smoothing joins finished parts, a denoiser before a classifier, in a new run folder. One
 of the two is a finished run's, the other was trained without that run's records. Joining them is
-post-processing: it costs no privacy.
+post-processing: it does not affect epsilon.
 """
 
 from __future__ import annotations
@@ -53,9 +53,8 @@ def pretrain(
     """Train the recipe's public part into its folder.
 
     Returns the folder and the accuracy on the test split; of a denoiser, the root mean squared
-    error of a pixel there. Nothing is kept of an interrupted one: it begins again. Raises UserError
-    when the recipe has no section public, the folder holds something else, or the records are
-    private.
+    error of a pixel there. After an interruption it starts again. Raises UserError if the recipe
+    has no section public, the folder contains something else, or the records are private.
     """
     section, pretrained = recipe.public, recipe.model.pretrained_part
     if section is None or pretrained is None:
@@ -88,7 +87,7 @@ def pretrain(
         learned = replace(learned, denoiser=before)
     model = models.initialize(learned, section.training.init_seed)
     spec = replace(learned, classes=test.classes)
-    if learned.denoiser is not None:  # learns first, and is frozen then
+    if learned.denoiser is not None:  # learns first, and is then frozen
         first = model.get_submodule(models.DENOISER).requires_grad_(True)
         training.train_public(first, public, test.input_shape, section, models.DENOISER, progress)
         first.requires_grad_(False)
@@ -143,7 +142,7 @@ Part = Literal["classifier", "denoiser"]
 
 
 def _read_joinable_recipe(folder: RunFolder, part: Part) -> Recipe:
-    """The recipe of a run whose network can go beside the part. Raises UserError otherwise."""
+    """Return the recipe of a run whose network can be joined with the part. Raises UserError."""
     read_verified_ledger(folder)
     if folder.search_recipe_file.exists():
         raise UserError(f"{folder.path}: a private search; its model cannot be moved")
@@ -151,7 +150,7 @@ def _read_joinable_recipe(folder: RunFolder, part: Part) -> Recipe:
     if recipe.method.capabilities.not_releasable_reason is not None:
         raise UserError(f"{folder.path}: {recipe.method.capabilities.not_releasable_reason}")
     if part == "classifier" and recipe.model.classifier is None:
-        raise UserError(f"{folder.path}: its model is no denoiser before a classifier")
+        raise UserError(f"{folder.path}: its model is not a denoiser before a classifier")
     if part == "denoiser" and recipe.model.classifier is not None:
         raise UserError(f"{folder.path}: its model is a denoiser already; give it a --classifier")
     return recipe
@@ -166,15 +165,15 @@ def join_parts(
     pretraining_data: str | None = None,
     data_root: Path | None = None,
 ) -> RunFolder:
-    """A new run folder `target`: this run's trained network and the `part` in model folder `other`.
+    """Join this run's trained network and the `part` in model folder `other` in a new run folder.
 
     part: "classifier": the run's denoiser goes before that classifier. "denoiser": that denoiser
     goes before the run's classifier. Plan, key and ledger are the old run's: one release under two
-    names, charged once to a budget. saw: what the part was trained on, if its folder does not say.
-    data_root: where the run's data lie now, if elsewhere.
+    names, charged once to a budget. pretraining_data: of the part, if its folder does not say.
+    data_root: the folder of the run's data now, if they moved.
 
-    Raises UserError when the run has no such network, the target exists, the part does not fit or
-    was trained on the run's private records.
+    Raises UserError if the run has no such network, the target exists, the part does not fit or was
+    trained on the run's private records.
     """
     finished = folder.require_trained()
     recipe = _read_joinable_recipe(folder, part)
@@ -208,9 +207,13 @@ def join_parts(
         aside.create_or_open(new)
         aside.pin_recipe(new, folder.start_noise_multiplier)
         for kept in (
-            folder.plan, folder.data_fingerprint, folder.ledger, folder.anchor, folder.run_key,
+            folder.plan,
+            folder.data_fingerprint,
+            folder.ledger,
+            folder.anchor,
+            folder.run_key,
             folder.fixed_key_marker,
-        ):  # fmt: skip
+        ):
             if kept.exists():
                 shutil.copy2(kept, aside.private / kept.name)
         write_json(aside.pretraining_record, {**about, "joined": joined})

@@ -1,13 +1,12 @@
-"""Scores of a script's model on held-out PRIVATE records, with noise and at a price.
+"""Scores of a script's model on held-out PRIVATE records, with noise and a privacy cost.
 
-A score is a noisy sum: every held-out record adds a number in [0, 1] that depends on itself and the
-model alone, so one record moves the sum by 1 at most. Where a user is the unit, a user
-adds the mean of its records' numbers, and so moves the sum by 1 at most, too. No step trains on
-these records, so a record (or user) pays for the steps or for the scores
-(`dpdist.privacy.phases.ScoredTraining`). All scores are charged from the beginning; the ledger
-counts each one before its noise is drawn.
+A score is a noisy sum: every held-out record adds a number in [0, 1] that depends only on itself
+and the model, so one record moves the sum by at most 1. If a user is the unit, a user adds the mean
+of its records' numbers, and also moves the sum by at most 1. No step trains on these records, so a
+record (or user) is used by the steps or by the scores (`dpdist.privacy.phases.ScoredTraining`). The
+plan counts all scores from the beginning; the ledger counts each one before its noise is drawn.
 
-Records are executed one at a time: with others in the batch, the last bit of a result (and so a
+Records are evaluated one at a time: with others in the batch, the last bit of a result (and so a
 class) could depend on them.
 """
 
@@ -49,7 +48,7 @@ from dpdist.training.collectives import Workers
 from dpdist.training.record_scores import ACCURACY, RecordScore
 from dpdist.training.script_state import evaluation_mode, kept_buffers
 
-# Of the module and a batch: one value a record, (B,); or by the model's outputs.
+# A function of module and batch to one value per record, (B,); or a score of the outputs.
 Value = Callable[[nn.Module, Any], Tensor] | RecordScore
 
 # --- what is declared ---------------------------------------------------------------------------
@@ -71,24 +70,23 @@ def declare(
     every: int,
     noise: float | None,
 ) -> ScriptScore:
-    """Return the scores that a training declares, or that it was begun with.
+    """Return the scores that a training declares, or that it was started with.
 
     Args:
-        recipe: of the training, with its scores where it was begun with some.
+        recipe: of the training, with its scores if it was started with some.
         plan: of the training.
-        records: number of held-out records, public; of users, where a user is the unit.
+        records: number of held-out records, public; of users if a user is the unit.
         value: of a record; None for accuracy.
-        every: steps from one score to the next.
-        noise: standard deviation on the sum; None: the least with which a held-out record pays no
-            more than the training's epsilon.
+        every: number of steps from one score to the next.
+        noise: standard deviation on the sum; None: the least noise for which the scores' epsilon is
+            at most the training's.
 
     Raises:
-        UserError: the training was begun with others, or cannot have any.
+        UserError: the training was started with others, or cannot have any.
     """
-    name = value_name(value)
+    given = {"every": every, "noise": noise, "records": records, "value": value_name(value)}
     kept = recipe.score
     if kept is not None:
-        given = {"every": every, "noise": noise, "records": records, "value": name}
         for key, now in given.items():
             if now not in (before := getattr(kept, key), None):
                 raise UserError(
@@ -99,7 +97,7 @@ def declare(
     if recipe.privacy.adjacency != "add-or-remove-one":
         raise UserError(
             "score: must be left out with privacy.adjacency: replace-one (a replaced record may "
-            "change sides, and then pays for the steps and for the scores)",
+            "change sides, and is then used by the steps and by the scores)",
             see="how-to/own-loop.md#looking-at-private-records-at-a-price",
         )
     if plan.nominal:
@@ -107,20 +105,17 @@ def declare(
             "score: must be left out with privacy.nominal_records: the number of held-out records "
             "is public"
         )
-    given = {"every": every, "noise": noise, "records": records, "value": name}
-    if noise is None:
-        given["noise"] = 1.0  # until the least is known
-    terms = parse_section(ScriptScore, given, "score")
+    # Without noise, 1 until the least is known.
+    terms = parse_section(ScriptScore, given | {"noise": 1.0 if noise is None else noise}, "score")
     if every > plan.steps:
         raise UserError(
             f"score: every: must be <= the {plan.steps:,} steps of the plan, got {every:,}"
         )
     if noise is None:
-        # The least with which a held-out record pays no more than a training record.
         target = recipe.privacy.epsilon or plan.guarantee().epsilon
         if not (math.isfinite(target) and target > 0):
             raise UserError(
-                "score.noise: must be given in a training that proves no epsilon, got None"
+                "score.noise: must be given in a training without a proved epsilon, got None"
             )
         scores = terms.scores(plan.steps)
         least = max(1e-2, score_noise_for(target, scores=scores, delta=plan.delta))
@@ -129,10 +124,9 @@ def declare(
 
 
 def value_name(value: Value | None, key: str = "score.value") -> str:
-    """Return the name by which a run keeps how a record is valued; None is accuracy.
+    """Return the name of a record's value in the run; None is accuracy.
 
-    Raises:
-        UserError: it is no function. key: what it was given as.
+    Raises UserError if it is not a function. key: names it in the message.
     """
     if value is None:
         return "accuracy"
@@ -140,15 +134,15 @@ def value_name(value: Value | None, key: str = "score.value") -> str:
         return value.name
     if not callable(value):
         raise UserError(
-            f"{key}: must be a function of model and batch to one value a record, got "
-            f"{type(value).__name__}: a number that was computed on records is not paid for"
+            f"{key}: must be a function of model and batch to one value per record, got "
+            f"{type(value).__name__}"
         )
     own = getattr(value, "__qualname__", type(value).__qualname__).replace("<locals>.", "")
     return f"{value.__module__}.{own}"
 
 
 def with_score(recipe: Recipe, score: ScriptScore, own_value: bool) -> Recipe:
-    """Return the recipe of a script's training with its scores, and what they assume."""
+    """Return the recipe of a script's training with its scores and their assumptions."""
     script = recipe.by_script
     assert script is not None
     assumed = [*script.assumed, *ASSUMED, *([ASSUMED_OF_VALUE] if own_value else [])]
@@ -157,7 +151,7 @@ def with_score(recipe: Recipe, score: ScriptScore, own_value: bool) -> Recipe:
 
 
 def with_kept_score(recipe: Recipe, folder: RunFolder) -> Recipe:
-    """Return a script's recipe with the scores that its run was begun with, if it was."""
+    """Return a script's recipe with the scores that its run was started with, if any."""
     if not folder.recipe_file.exists():
         return recipe
     kept = folder.read_recipe()
@@ -167,7 +161,7 @@ def with_kept_score(recipe: Recipe, folder: RunFolder) -> Recipe:
 
 
 def check_apart(private_eval_data: Records, others: Mapping[str, Records | None]) -> None:
-    """Raise UserError where a held-out record is among others, by keyed hashes of their inputs.
+    """Raise UserError if a held-out record is among others, by keyed hashes of their inputs.
 
     Args:
         private_eval_data: private records to score on.
@@ -177,7 +171,7 @@ def check_apart(private_eval_data: Records, others: Mapping[str, Records | None]
         if given is not None and (common := count_common(private_eval_data, given)):
             raise UserError(
                 f"score: held-out records must not be in {name}, got {common:,} in common; a "
-                "record pays for the steps or for the scores"
+                "record is used by the steps or by the scores"
             )
 
 
@@ -185,12 +179,13 @@ def check_apart(private_eval_data: Records, others: Mapping[str, Records | None]
 
 
 class RecordValues:
-    """Compute a model's value on each of some records, executed one at a time in evaluation mode.
+    """Compute a model's value on each of some records, one at a time in evaluation mode.
 
     Args:
-        records: records that are valued; where they are grouped, a user has one value.
-        value: of the module and a batch of one record to its value, (1,); None for accuracy.
-        device: where the model lies.
+        records: the records; if they are grouped, a user has one value.
+        value: function of the module and a batch of one record to its value, (1,); None for
+            accuracy.
+        device: of the model.
     """
 
     def __init__(self, records: Records, value: Value | None, device: torch.device) -> None:
@@ -201,10 +196,10 @@ class RecordValues:
         )
 
     def check(self, model: nn.Module) -> list[float]:
-        """Return the values of three invented examples, which are had by looking alone.
+        """Return the values of three invented examples.
 
         Raises:
-            UserError: the value is no tensor (1,), draws random numbers or changes the model.
+            UserError: the value is not a tensor (1,), draws random numbers or changes the model.
         """
         inputs, targets = self.records.examples(3)
         before = checkpoint.tensors_digest(model.state_dict())
@@ -217,12 +212,12 @@ class RecordValues:
                     values.append(self._value(model, take(inputs, one), targets[one]))
             except Exception as error:
                 raise UserError(
-                    "score.value: must return one value a record, shape (1,) for a batch of one, "
+                    "score.value: must return one value per record, shape (1,) for a batch of one, "
                     f"raised {type(error).__name__}: {error}"
                 ) from error
         if not torch.equal(drawn, torch.get_rng_state()):
             raise UserError(
-                "score.value: must not draw random numbers: a score that is taken again after a "
+                "score.value: must not draw random numbers: a score that is computed again after a "
                 "crash must be the same"
             )
         if checkpoint.tensors_digest(model.state_dict()) != before:
@@ -230,7 +225,7 @@ class RecordValues:
         return values
 
     def public_mean(self, model: nn.Module) -> float:
-        """Return the mean value of PUBLIC records, of any size. Raises whatever the value does."""
+        """Return the mean value of PUBLIC records, a float. Raises any error of the value."""
         rows = [np.array([row]) for row in range(len(self.records))]
         seen = [(self.records.batch(row), self.records.targets(row)) for row in rows]
         with evaluation_mode(model):
@@ -239,14 +234,14 @@ class RecordValues:
     def private_units(self, model: nn.Module, key: bytes, worker: int = 0, workers: int = 1) -> int:
         """Return a worker's part of the sum of all values, in whole units of 1 / `UNITS`: PRIVATE.
 
-        It is the sum of its records' values, each cut to [0, 1], or of its users' means. A record
-        on which the value fails counts 0: whether a run stops must not depend on it.
+        It is the sum of its records' values, each clipped to [0, 1], or of its users' means. A
+        record on which the value fails counts 0: whether a run stops must not depend on it.
 
         Args:
-            model: as it is scored.
-            key: 32 secret bytes, of random transforms of the records.
+            model: the scored model.
+            key: 32 secret bytes for random transforms of the records.
             worker: number of the worker, from 0.
-            workers: how many share the records.
+            workers: number of workers that divide the records.
         """
         seen, total = self.records.for_step(key), 0
         records, generators = single_records(seen), find_generators(self._objective)
@@ -257,13 +252,13 @@ class RecordValues:
                     own = seen.users.records_of(index)
                 values = []
                 for row in own.tolist():
-                    seed_generators(seed_of(key, row), generators)  # no draw follows others' draws
+                    seed_generators(seed_of(key, row), generators)  # independent of other records
                     values.append(self._value_at(model, records, row))
                 total += mean_units(values)
         return total
 
     def _value_at(self, model: nn.Module, records: Records, row: int) -> float:
-        """Return the value of the record at a position; 0 where it fails."""
+        """Return the value of the record at a position; 0 if it fails."""
         one = np.array([row])
         try:
             return self._value(model, records.batch(one), records.targets(one))
@@ -271,7 +266,7 @@ class RecordValues:
             return 0.0
 
     def _value(self, model: nn.Module, inputs: Any, targets: Tensor) -> float:
-        """Return the value of a batch of one record; the pass leaves nothing behind."""
+        """Return the value of a batch of one record, and restore the model's buffers."""
         with torch.no_grad(), kept_buffers(model):
             there = each_tensor(lambda each: each.to(self._device), inputs)
             wanted = targets.to(self._device)
@@ -279,14 +274,15 @@ class RecordValues:
 
 
 class PrivateScore(RecordValues):
-    """Noisy scores of a model on held-out private records, of which each adds at most 1 to a sum.
+    """Release noisy scores of a model on held-out private records, each of which adds at most 1.
 
     Args:
-        records: the held-out records, on which no step trains; where they are grouped, a whole
-            user adds at most 1.
-        terms: how often, with how much noise.
-        value: of the module and a batch of one record to its value, (1,); None for accuracy.
-        device: where the model lies.
+        records: the held-out records, on which no step trains; if they are grouped, a whole user
+            adds at most 1.
+        terms: interval and noise of the scores.
+        value: function of the module and a batch of one record to its value, (1,); None for
+            accuracy.
+        device: of the model.
     """
 
     def __init__(
@@ -299,7 +295,7 @@ class PrivateScore(RecordValues):
     def check_same(self, workers: Workers, code: str) -> None:
         """Raise UserError, on all workers, unless they score the same records in the same way.
 
-        code: digest of the code of a record's value.
+        code: digest of the code of the value.
         """
         if workers.count == 1:
             return
@@ -308,12 +304,10 @@ class PrivateScore(RecordValues):
         workers.check_same({"held-out records": self.records.keyed_fingerprint(key)})
 
     def open(self, folder: RunFolder, plan: PrivacyPlan, workers: Workers) -> None:
-        """Make the key of the scores of a run, whose held-out records stay what they are.
-
-        Worker 0 alone writes it down.
+        """Derive the key of a run's scores, and let worker 0 write their records' fingerprint.
 
         Raises:
-            UserError: the run was begun with other held-out records.
+            UserError: the run was started with other held-out records.
         """
         trained = read_json(folder.data_fingerprint, {"train": str})["train"]
         key = derive_key(folder.read_run_key(), "score", plan.fingerprint(), trained)
@@ -326,13 +320,13 @@ class PrivateScore(RecordValues):
                     "others; restore them, or give another folder"
                 )
         elif folder.ledger.exists() and Ledger.read(folder.ledger).num_queries:
-            raise UserError(f"{path}: missing, and scores were released; put it back")
+            raise UserError(f"{path}: missing, and scores were released; restore it")
         elif workers.first:
             write_json(path, {"held out": told})
         self._key = derive_key(key, "held out", told)
 
     def is_due(self, step: int) -> bool:
-        """Return whether the model is scored after this step, counted from 0."""
+        """Return whether the model is scored after this step, numbered from 0."""
         return (step + 1) % self.terms.every == 0
 
     def release(
@@ -344,26 +338,26 @@ class PrivateScore(RecordValues):
         fixed: bool,
         workers: Workers,
     ) -> float | None:
-        """Return the noisy score of the model after a step: the noisy sum by the number of records.
+        """Return the model's noisy score after a step: the noisy sum divided by the record count.
 
-        The ledger has it durably, as one of those that the plan pays for, before its noise is
-        drawn. The same model after the same step is the same release, however often it is made.
-        Several workers, which all come here, add up whole numbers, so their sum is that of one;
-        worker 0 draws the noise, once, and tells the others the score.
+        The ledger has it durably, as one of the planned scores, before its noise is drawn. The same
+        model after the same step is the same release, also if it is repeated. All workers call it.
+        They add up whole numbers, so their sum is that of one worker; worker 0 draws the noise,
+        once, and sends the score to the others.
 
         Args:
             step: number of the step.
-            model: as that step left it, the same on all workers.
+            model: after that step, the same on all workers.
             ledger: of the run, open, on worker 0; None on the others.
             plan: of the run.
-            fixed: the run key is fixed, for tests, which want the same noise again.
+            fixed: whether the run key is fixed, as in tests; the noise is then the same again.
             workers: the processes of the run.
 
         Returns:
-            The score, on all workers; None where no score is left, since other attempts took them.
+            The score, on all workers; None if no score is left, since other attempts used them.
         """
         assert self._key is not None
-        # By the model, which is released, never by the sum: whether two sums are equal is a secret.
+        # By the model, which is released, not by the sum: whether two sums are equal is secret.
         made_of = checkpoint.tensors_digest(model.state_dict())
         query = derive_key(self._key, "asked", step, made_of).hex()
         with workers.sharing_errors():
@@ -386,9 +380,9 @@ class PrivateScore(RecordValues):
     def _look_up(
         self, query: str, ledger: Ledger, plan: PrivacyPlan
     ) -> tuple[float | None, str | None]:
-        """Return a score that was given before, and the nonce of one that has to be made.
+        """Return a score that was released before, or the nonce of a new one, then on record.
 
-        That one is on record afterwards. Both are None where no score is left.
+        Both are None if no score is left.
         """
         known = ledger.find_answer(query)
         if known is not None:
@@ -403,7 +397,7 @@ class PrivateScore(RecordValues):
         return None, nonce
 
     def _noisy(self, total: float, query: str, nonce: str | None) -> float:
-        """Return a sum with noise, by the number of records; no two sums ever get the same noise.
+        """Return a noisy sum divided by the record count; two sums never get the same noise.
 
         nonce: of the process that put the score on record; None with a fixed run key.
         """

@@ -1,8 +1,8 @@
 """One private step: sample, clip, sum, announce, add noise, divide.
 
-A training takes it once for each step of its plan, an audit on records of its own, and a loop of
-one's own as often as its plan says. It knows neither a recipe nor a run folder. What it asks of the
-data is stated by `StepData`; sampling rate, clip and noise are those of the `StepPlan` it is given.
+A training takes it once for each step of its plan, an audit on its own records, and a custom loop
+as often as its plan says. It knows neither a recipe nor a run folder. `StepData` states what it
+needs of the data; sampling rate, clip and noise are those of the given `StepPlan`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dpdist.training.monitoring import StepMetrics
 
 
 class StepData(Protocol):
-    """Records as a step asks for them, by position."""
+    """Give a step its records, by position."""
 
     def __len__(self) -> int: ...
 
@@ -46,14 +46,14 @@ class StepData(Protocol):
     def targets(self, indices: np.ndarray) -> Tensor:
         """Return their targets, (B, ...).
 
-        Data may have `for_step(key)` as well (`dpdist.Records`): what this step sees of them. Data
-        whose positions are users have `members(indices)` too
-        (`dpdist.data.protocol.UserRecords`), and (B, K, ...) in place of (B, ...).
+        Data may also have `for_step(key)` (`dpdist.Records`), which returns them as this step sees
+        them. Data whose positions are users also have `members(indices)`
+        (`dpdist.data.protocol.UserRecords`), and (B, K, ...) instead of (B, ...).
         """
 
 
 class PrivateStep:
-    """A source of noisy, clipped sums of per-example gradients: one release for each step.
+    """Release noisy, clipped sums of per-example gradients, one for each step.
 
     Guarantee: `gradient(step, step_plan)` releases the sum over a Poisson sample of rate
     `step_plan.sample_rate` (or of rates by class, of which that is the largest), in which one
@@ -184,14 +184,14 @@ class PrivateStep:
         rows, seen = self._clipped_sums(step, step_plan)
         noisy, flagged = self.release(step, rows, step_plan.noise_std, flag)
         self.canaries.observe(noisy, step_plan, self.reducer)
-        # Not by a number, whose reciprocal a GPU multiplies by: the same bits wherever it lies.
+        # Not by a number, whose reciprocal a GPU multiplies by: the same bits on every device.
         return noisy.div_(noisy.new_full((1,), step_plan.expected_batch)), seen, flagged
 
     def _clipped_sums(self, step: int, step_plan: StepPlan) -> tuple[Tensor, StepMetrics]:
         """Compute this worker's part of the step: PRIVATE.
 
         Returns:
-            Sums, float64 (rows, size), and the counts of what they are made of.
+            Sums, float64 (rows, size), and counts of their records.
         """
         engine, device = self.engine, self.reducer.device
         data = self._data_of(step)
@@ -222,7 +222,7 @@ class PrivateStep:
         return rows, seen
 
     def _data_of(self, step: int) -> StepData:
-        """Return the data as the step sees them: random transforms are keyed like all else."""
+        """Return the data as the step sees them, with random transforms under keys of the step."""
         if not hasattr(self.data, "for_step"):
             return self.data
         key = derive_key(self.key, "data", self.attempt_of(step), step)
@@ -232,7 +232,7 @@ class PrivateStep:
     def _members_of_shard(
         self, key: bytes, row: int, begin: int, end: int, step_plan: StepPlan
     ) -> np.ndarray:
-        """Draw the records of one shard: of a range, or those that the key hashes into it."""
+        """Sample the records of one shard: of a range, or those that the key hashes into it."""
         count = self.shards.hashed
         if not count:
             return self.members(key, begin, end, step_plan)
@@ -267,8 +267,8 @@ class PrivateStep:
     ) -> tuple[Tensor, bool]:
         """Return the sum of all workers' rows, with Gaussian noise.
 
-        The ledger's entry is durable before worker 0's noise is drawn. A method that computes its
-        own sums calls it instead of `gradient`.
+        The ledger's entry is durable before worker 0 draws its noise. A method that computes its
+        own sums calls this instead of `gradient`.
 
         Args:
             step: number of the step.
@@ -303,7 +303,7 @@ class PrivateStep:
 
 
 def _user_members(data: StepData, indices: np.ndarray, device: torch.device) -> UserMembers | None:
-    """Return the records of these positions; None where a position is one record."""
+    """Return the records of these positions; None if a position is one record."""
     if not hasattr(data, "members"):
         return None
     ids, present = data.members(indices)
@@ -313,8 +313,8 @@ def _user_members(data: StepData, indices: np.ndarray, device: torch.device) -> 
 def _announce(ledger: Ledger, step: int, release: str) -> None:
     """Put the release on record, durably, before its noise is added.
 
-    The id covers the bits of the sum itself: an exact replay collapses into one entry, and the
-    same noise can never be added to two different sums.
+    The id covers the bits of the sum: an exact replay is one entry, and the same noise is never
+    added to two different sums.
     """
     try:
         ledger.record(step, release)
@@ -326,7 +326,7 @@ def _announce(ledger: Ledger, step: int, release: str) -> None:
 def charge_rest(ledger: Ledger, steps: int) -> None:
     """Charge the steps of a plan that were never released.
 
-    A training that ends early, for reasons that nobody knows, costs what the whole would.
+    A training that ends early, for unknown reasons, has the privacy cost of the whole plan.
     """
     released = ledger.release_counts
     for step in range(steps):
@@ -335,17 +335,17 @@ def charge_rest(ledger: Ledger, steps: int) -> None:
 
 
 def check_clip(engine: GradientEngine, clip_norm: float, batch: float = 0.0) -> None:
-    """Raise UserError where one record may move an executed sum by more than `clip_norm`.
+    """Raise UserError if one record may move an executed sum by more than `clip_norm`.
 
-    batch: largest expected number of records in a step, which the slack for rounding has a limit
-    for (`dpdist.gradients.clipping.sum_slack`). Ten standard deviations are left for the draw.
+    batch: largest expected number of records in a step, for which the slack for rounding has a
+    limit (`dpdist.gradients.clipping.sum_slack`), with room for ten standard deviations.
     """
     if engine.clipping.sensitivity > clip_norm * (1 + 1e-9):
         raise UserError("the clipping's sensitivity exceeds the plan's clip norm")
     if batch + 10 * math.sqrt(batch) > (limit := max_batch(engine.precision)):
         raise UserError(
             f"training.batch_size: must be expected to stay below {limit:,} in {engine.precision}, "
-            f"got {batch:,.0f}: the clip leaves room for the rounding of so many; take more steps"
+            f"got {batch:,.0f}: the clip has room for the rounding of that many; take more steps"
         )
 
 
@@ -354,13 +354,13 @@ def build_shards(
 ) -> Shards:
     """Cut the records into shards at the plan's number of records.
 
-    nominal: that number was declared, and is another than theirs. The last range takes what is
-    beyond it, and a step hashes its records into shards. So where a record is left out, and those
-    behind it move up by one position, the others keep their shards and blocks: the words by which
-    a position joins, and its shard, are independent of all other positions' and alike in
+    nominal: that number was declared, and differs from the real one. The last range takes the
+    records beyond it, and a step hashes its records into shards. So if a record is left out, and
+    those after it move up by one position, the others keep their shards and blocks: the words by
+    which a position joins, and its shard, are independent of all other positions' and equal in
     distribution (so are blocks, as far as their hash is random), and each record is paired with
     the words of the position it had (a coupling). One keyed block changes, as at a fixed number of
-    records, and none where the record does not join (`dpdist.gradients.clipping.sum_slack`). Ranges
+    records, and none if the record does not join (`dpdist.gradients.clipping.sum_slack`). Ranges
     would move a record at each border.
     """
     count = CANONICAL_SHARDS if reproducible else reducer.world_size

@@ -1,8 +1,8 @@
 """Record which data a model's public part has seen, and check it before a run.
 
-A run's epsilon speaks about the records it trains on. Initial weights, a frozen classifier or a
-frozen denoiser that saw them too, without privacy, would void it; so their folder states on which
-records they were trained, and none of these may be among the run's.
+A run's epsilon is about the records it trains on. Initial weights, a frozen classifier or a frozen
+denoiser that also saw them, without privacy, would void it; so their folder states on which records
+they were trained, and none of these may be among the run's.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ if TYPE_CHECKING:
 PROVENANCE_FILE, RECORDS_FILE = "provenance.json", "records.npy"
 AMONG_PUBLIC_REASON = (
     "are among the public ones, which are used without privacy; set them aside with data.public, "
-    "or take others"
+    "or use others"
 )
 _CARD = "privacy_card.json"
-SAYS_WHAT_IT_SAW = ("model.json", PROVENANCE_FILE, _CARD)  # beside weights that dpdist wrote
-# What a card calls the public parts that its model began with (`dpdist.reports.results`).
+SAYS_WHAT_IT_SAW = ("model.json", PROVENANCE_FILE, _CARD)  # next to weights that dpdist wrote
+# Keys in a card for the public parts that its model started with (`dpdist.reports.results`).
 _PUBLIC_PART_KEYS = (
-    "initial weights trained on", "frozen classifier trained on", "frozen denoiser trained on",
+    "initial weights trained on",
+    "frozen classifier trained on",
+    "frozen denoiser trained on",
     "features by a network trained on",
-)  # fmt: skip
+)
 _PROVENANCE_TYPES = {"model": str, "records": int, "data": str, "fingerprint": str, "inputs": list}
 _FEATURES_TYPES = {
     "model": str,
@@ -51,12 +53,15 @@ _FEATURES_TYPES = {
     "files": dict,
 }
 _CARD_TYPES = {
-    "private": bool, "guarantee.epsilon": float | str, "guarantee.delta": float, "extra": dict,
-}  # fmt: skip
+    "private": bool,
+    "guarantee.epsilon": float | str,
+    "guarantee.delta": float,
+    "extra": dict,
+}
 
 
 def write_provenance(folder: Path, dataset: data.Dataset, facts: dict[str, Any]) -> None:
-    """Say that the model in `folder` was trained on these PUBLIC records, without privacy."""
+    """Write that the model in `folder` was trained on these PUBLIC records, without privacy."""
     buffer = io.BytesIO()
     np.save(buffer, np.sort(dataset.hashes))
     write_atomic(folder / RECORDS_FILE, buffer.getvalue())
@@ -72,10 +77,7 @@ def write_provenance(folder: Path, dataset: data.Dataset, facts: dict[str, Any])
 
 
 def pretraining_settings(section: PublicRecipe) -> dict[str, Any]:
-    """Return the settings of section public that decide the trained weights.
-
-    The paths of its files do not.
-    """
+    """Return the settings of section public that affect the trained weights, without paths."""
     settings = section.model_dump(mode="json")
     if section.data is not None:
         del settings["data"]["root"]
@@ -85,18 +87,20 @@ def pretraining_settings(section: PublicRecipe) -> dict[str, Any]:
 
 
 def _check_pretraining_settings(folder: Path, section: PublicRecipe, context: str) -> None:
-    """Raise UserError where `pretrain` made the folder by other settings than the recipe's."""
+    """Raise UserError if `pretrain` wrote the folder by other settings than the recipe's."""
     made = read_json(folder / PROVENANCE_FILE, {"made_by": object})["made_by"]
     for name, before, now in iter_differences(made, pretraining_settings(section), "public"):
         raise UserError(
             f"{context}: made with {name}: {quoted(before)}, the recipe says {quoted(now)}; name "
-            "another folder, or remove this one, and it is made anew"
+            "another folder, or remove this one to train it again"
         )
 
 
 def with_frozen_part(spec: ModelSpec, recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
-    """The description of the whole model, from that of the trained part. Initial weights may have
-    a frozen denoiser with them."""
+    """Return the description of the whole model, from that of the trained part.
+
+    Initial weights may have a frozen denoiser.
+    """
     if recipe.model.initial is not None:
         before = _initial_denoiser_spec(recipe, dataset)
         return spec if before is None else dataclasses.replace(spec, denoiser=before)
@@ -109,9 +113,9 @@ def with_frozen_part(spec: ModelSpec, recipe: Recipe, dataset: data.Dataset) -> 
 
 
 def frozen_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
-    """The description of the model's frozen part.
+    """Return the description of the model's frozen part.
 
-    A denoiser may be that of a model that is a denoiser before a classifier. Raises UserError when
+    A denoiser may be part of a model that is a denoiser before a classifier. Raises UserError if
     the part does not fit the data.
     """
     assert recipe.model.frozen_part is not None
@@ -120,22 +124,19 @@ def frozen_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
     begin = f"model.{part}.folder: {folder}"
     spec = _saved_spec(recipe, folder, begin)
     if spec.has_noise:
-        raise UserError(f"{begin} has noise of its own; take one without")
-    # The whole model's average is the recipe's.
+        raise UserError(f"{begin} has its own noise; use one without")
+    # The recipe states the average of the whole model.
     spec = dataclasses.replace(spec, shifts=0, denoised_shifts=False, mirrored=False)
     if part == models.DENOISER:
         spec = spec.denoiser or dataclasses.replace(spec, classifier=None)
     elif spec.classes != dataset.classes:
-        raise UserError(
-            f"{begin} tells {spec.classes} classes, {dataset.name} has {dataset.classes}"
-        )
+        raise UserError(f"{begin} has {spec.classes} classes, {dataset.name} has {dataset.classes}")
     _check_part(spec, recipe, dataset, begin)
     return spec
 
 
 def _check_part(spec: ModelSpec, recipe: Recipe, dataset: data.Dataset, context: str) -> None:
-    """Raise UserError for a frozen part that takes other inputs, or is neither of the zoo nor the
-    recipe's own."""
+    """Raise UserError for a frozen part with other inputs, or with an unknown factory."""
     if tuple(spec.input_shape) != dataset.input_shape:
         raise UserError(
             f"{context} takes {spec.input_shape}, {dataset.name} has {dataset.input_shape}"
@@ -156,19 +157,19 @@ def _initial_denoiser_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec |
     if spec is None:
         return None
     if spec.has_noise:
-        raise UserError(f"{begin}: its denoiser has noise of its own; take one without")
+        raise UserError(f"{begin}: its denoiser has its own noise; use one without")
     _check_part(spec, recipe, dataset, f"{begin}: its denoiser")
     if not recipe.method.capabilities.supports_frozen_denoiser:
         raise UserError(
-            f"{begin}: these weights stand behind a frozen denoiser, which does not go with "
-            f"method {recipe.method.name}: take others"
+            f"{begin}: these weights come after a frozen denoiser, which is not compatible with "
+            f"method {recipe.method.name}: use others"
         )
     return spec
 
 
 def _saved_spec(recipe: Recipe, folder: Path, context: str) -> ModelSpec:
     if not (folder / "model.json").exists():
-        hint = "; `dpdist run --until pretrain` makes it from this recipe" if recipe.public else ""
+        hint = "; `dpdist run --until pretrain` trains it by this recipe" if recipe.public else ""
         raise UserError(f"{context}: no model there{hint}")
     return models.read_spec(folder)
 
@@ -178,7 +179,7 @@ def _check_initial(recipe: Recipe, dataset: data.Dataset) -> None:
     model = recipe.model
     assert model.initial is not None
     folder = model.initial.folder
-    if models.is_base_model(folder):  # its configuration is the model's own (`building.model_spec`)
+    if models.is_base_model(folder):  # the model uses its configuration
         return
     begin = f"model.initial.folder: {folder}"
     saved = _saved_spec(recipe, folder, begin)
@@ -209,13 +210,13 @@ def load_frozen_weights(module: nn.Module, recipe: Recipe) -> None:
 
 
 def check_pretrained(recipe: Recipe, private: data.Dataset, context: str) -> dict[str, Any] | None:
-    """Return kind and data of the model's public part, as JSON types; None when there is none.
+    """Return kind and data of the model's public part, as JSON types; None if there is none.
 
-    private: all records of the data set that are not declared public. "assumed": what the privacy
-    card must add to what the guarantee rests on, because no record could be compared. "denoiser":
-    of initial weights, that they stand behind a frozen one. Raises
-    UserError when a private record is among those that the part was trained on, or nobody says what
-    it saw, or it was made by another section public than the recipe's.
+    private: all records of the data set that are not declared public. "assumed" is a further
+    assumption of the guarantee for the privacy card, if no record could be compared. "denoiser": of
+    initial weights, whether they come after a frozen one. Raises UserError if a private record is
+    among those that the part was trained on, or these are not stated, or the part was trained by a
+    different section public than the recipe's.
     """
     if (made := _describe_features(recipe, context)) is not None:
         return made
@@ -241,7 +242,7 @@ def check_pretrained(recipe: Recipe, private: data.Dataset, context: str) -> dic
 def describe_seen(
     folder: Path, model: str, private: str, context: str, compared: bool
 ) -> dict[str, Any] | None:
-    """Return the data that a folder's model has seen, by files beside it; None where none says."""
+    """Return the data that a folder's model has seen, by files next to it; None without such."""
     if (folder / PROVENANCE_FILE).exists():
         return _describe_pretrained(folder, model, context, compared)
     if not (folder / _CARD).exists():
@@ -254,21 +255,21 @@ def describe_seen(
         return None
     card = card_of_release(folder) or read_json(folder / _CARD, _CARD_TYPES)
     if card["extra"].get("model hash") != model:
-        raise UserError(f"{context}: the model is not the one that {_CARD} speaks of")
+        raise UserError(f"{context}: the model is not the one of {_CARD}")
     return _describe_released(card, private, context, compared)
 
 
-# --- features that a network made ---------------------------------------------------------------
+# --- features that a network computed -----------------------------------------------------------
 
 
-# Records are told by their content, and features of two networks are two contents.
-_OTHER_FORM = "in another form cannot be told; train on the pictures, or without it"
+# Records are recognized by their content, and features of two networks differ.
+_OTHER_FORM = "in another form cannot be told; train on the images, or without it"
 
 
 def _describe_features(recipe: Recipe, context: str) -> dict[str, Any] | None:
-    """Return the provenance of the recipe's inputs; None where there is none.
+    """Return the provenance of the recipe's inputs if they are features of a network, else None.
 
-    Raises UserError where other features lie there than it made.
+    Raises UserError if the files are not those of the provenance.
     """
     if recipe.data.root is None:
         return None
@@ -279,8 +280,8 @@ def _describe_features(recipe: Recipe, context: str) -> dict[str, Any] | None:
 
     if not (folder / data.FEATURES_FILE).exists():
         raise UserError(
-            f"{context}: {folder}: must hold {data.FEATURES_FILE}, which says what the network "
-            "saw that made these features, got none: bring it back, or make the features again"
+            f"{context}: {folder}: must contain {data.FEATURES_FILE}, which lists what the "
+            "network of these features saw: restore it, or compute the features again"
         )
     if recipe.model.pretrained_part is not None:
         raise UserError(
@@ -296,7 +297,7 @@ def _describe_features(recipe: Recipe, context: str) -> dict[str, Any] | None:
     for file in sorted(folder.rglob("*.parquet")):
         if written["files"].get(str(file.relative_to(folder))) != file_digest(file):
             raise UserError(
-                f"{context}: {file}: is not a file that {data.FEATURES_FILE} speaks of; make the "
+                f"{context}: {file}: is not a file that {data.FEATURES_FILE} lists; compute the "
                 "features again"
             )
     return {
@@ -309,13 +310,15 @@ def _describe_features(recipe: Recipe, context: str) -> dict[str, Any] | None:
 
 
 def card_of_release(folder: Path) -> dict[str, Any] | None:
-    """Return the privacy card of a release, which must hold; None for another folder."""
+    """Return the privacy card of a verified release; None for any other folder."""
     return load_release(folder).card if is_release(folder) else None
 
 
 def was_compared(folder: Path, private: data.Dataset, context: str) -> bool:
-    """Whether everything that the model in `folder` was trained on was compared with the private
-    records, one by one. Raises UserError when one of them is among it."""
+    """Return whether all training records of the folder's model were compared with private ones.
+
+    Raises UserError if a private record is among them.
+    """
     if (folder / PROVENANCE_FILE).exists():
         return refuse_common_records(
             private, _read_seen_records(folder), context, AMONG_PUBLIC_REASON
@@ -328,15 +331,15 @@ def was_compared(folder: Path, private: data.Dataset, context: str) -> bool:
         source = data_source(other)
         begun = read_json(run.data_fingerprint, {"train": str})["train"]
         if records_with_canaries(other, source).fingerprint != begun:
-            return False  # other records lie there now
+            return False  # the data changed
         theirs = private_records(other, source)
     except UserError:
-        return False  # they lie elsewhere, or nowhere any more
+        return False  # the data are not here
     if data.holds_features(source.root, source.name):
-        return False  # by content, features are other records than what they were made of
+        return False  # by content, features differ from the records they were computed from
     why = (
         f"trained it, or chose its settings, in run {run.name}: its cost would have to be added, "
-        "which is not done; take one that saw other records"
+        "which is not done; use one that saw other records"
     )
     whole = refuse_common_records(private, theirs, context, why)
     inner = other.model.pretrained_part
@@ -344,7 +347,7 @@ def was_compared(folder: Path, private: data.Dataset, context: str) -> bool:
 
 
 def _enclosing_run(folder: Path) -> RunFolder | None:
-    """The run whose release/ or private/model this is, when its folder is around it."""
+    """Return the run that contains this release/ or private/model, or None."""
     for path in list(folder.absolute().parents)[:2]:
         if (path / "run.json").exists():
             return RunFolder(path)
@@ -352,7 +355,7 @@ def _enclosing_run(folder: Path) -> RunFolder | None:
 
 
 def _read_seen_records(folder: Path) -> RecordHashes:
-    """The records that `pretrain` says it trained on."""
+    """Return the records that `pretrain` trained on."""
     written, path = read_json(folder / PROVENANCE_FILE, _PROVENANCE_TYPES), folder / RECORDS_FILE
     try:
         hashes = np.load(io.BytesIO(read_bytes(path)), allow_pickle=False)
@@ -366,7 +369,7 @@ def _read_seen_records(folder: Path) -> RecordHashes:
 def _describe_pretrained(folder: Path, model: str, context: str, compared: bool) -> dict[str, Any]:
     written = read_json(folder / PROVENANCE_FILE, _PROVENANCE_TYPES)
     if written["model"] != model:
-        raise UserError(f"{context}: the model is not the one that {PROVENANCE_FILE} speaks of")
+        raise UserError(f"{context}: the model is not the one of {PROVENANCE_FILE}")
     how, assumed = "none of them is among the private records (compared by content)", None
     if not compared:
         shape = "x".join(map(str, written["inputs"]))
@@ -397,7 +400,7 @@ def _describe_released(
     if not compared and name.casefold() == private.casefold():
         raise UserError(
             f"{context}: trained on {name}, as this run is: its cost would have to be added, which "
-            "is not done; take one that saw other records",
+            "is not done; use one that saw other records",
             see="explanation/denoisers.md#what-the-frozen-part-saw",
         )
     guarantee = card["guarantee"]
@@ -425,7 +428,7 @@ def _describe_declared(
 ) -> dict[str, Any]:
     if section.pretraining_data is None:
         raise UserError(
-            f"{context}: nothing says what it was trained on; make it with "
+            f"{context}: its training data are unknown; train it by "
             f"`dpdist run --until pretrain`, or declare it: model.{part}.pretraining_data",
             see="explanation/denoisers.md#what-the-frozen-part-saw",
         )

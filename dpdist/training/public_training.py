@@ -1,9 +1,9 @@
 """Steps of training on public records, WITHOUT privacy: initial weights, deformations, accuracy.
 
-Random deformations of public images let a few of them teach a network much. Only public
-pre-training uses them: they cost nothing and prove nothing. A private training's own randomness
-stays within the record: `dpdist.gradients.perturbations`, with crop and flip, which public
-training has as well.
+With random deformations a network learns much from few public images. Only public pre-training
+uses them: they have no privacy cost and no guarantee. A private training's own randomness is
+within the record: `dpdist.gradients.perturbations`, with crop and flip, which public training has
+as well.
 """
 
 from __future__ import annotations
@@ -34,22 +34,21 @@ from dpdist.training.model_setup import augmentation
 # --- deformations of images -------------------------------------------------------------------
 
 
-_LATTICE = 5  # points a side that the elastic displacement is interpolated from
+_LATTICE = 5  # points per side from which the elastic displacement is interpolated
 
 
-_ROTATE, _SHEAR = 0.3, 0.35  # radians, at most
-_SCALE = 0.6, 0.95  # width and height of the whole image on the canvas, drawn apart
+_ROTATE, _SHEAR = 0.3, 0.35  # at most, radians
+_SCALE = 0.6, 0.95  # of width and height of the whole image on the canvas, drawn separately
 _SHIFT, _ELASTIC = 0.15, 0.07  # at most; standard deviation on the lattice; in half widths
 _MIDDLE, _CONTRAST = (0.3, 0.65), (2.0, 5.0)  # gray value that becomes 1/2; factor around it
 
 
 def deform_images(inputs: Tensor, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Images (B, C, h, w) on canvases `shape` (C, H, W), each deformed by draws of its own.
+    """Return images (B, C, h, w) deformed at random onto canvases `shape` (C, H, W).
 
-    The ranges turn 8 x 8 digits into pen strokes.
-    One bicubic resampling does the scaling up, the affine map and the elastic displacement; then
-    the contrast, which makes strokes thick or thin, and clamping to [0, 1]. Raises UserError for
-    records that are no images or have other channels.
+    The ranges turn 8 x 8 digits into pen strokes. One bicubic resampling does the scaling up, the
+    affine map and the elastic displacement; then the contrast, which makes strokes thick or thin,
+    and clamping to [0, 1]. Raises UserError for records that are not images or have other channels.
     """
     if inputs.dim() != 4 or len(shape) != 3 or inputs.shape[1] != shape[0]:
         raise UserError(
@@ -98,8 +97,10 @@ def train_public(
     part: str,
     progress: ProgressCallback,
 ) -> int:
-    """Train the `part` of a model by its section of the recipe; returns the number of steps. Raises
-    UserError when it diverges."""
+    """Train the `part` of a model by its section of the recipe, and return the number of steps.
+
+    Raises UserError if it diverges.
+    """
     training = section.training
     steps = training.steps
     if steps is None:
@@ -141,7 +142,7 @@ def train_public(
     return steps
 
 
-_WHITENED = 20_000  # public records that a covariance is of, at most
+_WHITENED = 20_000  # at most, public records in a covariance
 
 
 def whiten_features(
@@ -178,7 +179,7 @@ def _resize_to_model(inputs: Tensor, shape: tuple[int, ...], records: data.Datas
 def reconstruction_error(
     model: nn.Module, test: data.Dataset, sigma: float, batch: int = 1000
 ) -> float:
-    """Root mean squared error of a pixel that a denoiser leaves of input noise sigma."""
+    """Return the root mean squared error of a pixel after a denoiser, at input noise sigma."""
     noise = torch.Generator().manual_seed(0)
     total = 0.0
     with torch.inference_mode():
@@ -190,7 +191,7 @@ def reconstruction_error(
 
 
 def accuracy(model: nn.Module, test: data.Dataset, batch: int = 1000) -> float:
-    """Fraction of the test records' targets that the model says right."""
+    """Return the fraction of the test records' targets that the model predicts correctly."""
     right = asked = 0
     with torch.inference_mode():
         for start in range(0, len(test), batch):
@@ -204,7 +205,7 @@ def accuracy(model: nn.Module, test: data.Dataset, batch: int = 1000) -> float:
 
 
 def load_public_weights(model: nn.Module, section: PublicRecipe, network: ModelRecipe) -> str:
-    """Copy public weights into the model before its first step; says which, for the card."""
+    """Copy public weights into the model before its first step; return their name for the card."""
     if section.weights == "torchvision":
         architecture = network.options.get("architecture", "resnet18")
         if network.name != "torchvision":
@@ -213,8 +214,8 @@ def load_public_weights(model: nn.Module, section: PublicRecipe, network: ModelR
             tensors, name = download_weights(architecture)
         except (OSError, RuntimeError, ValueError) as error:
             raise UserError(
-                f"public.weights: torchvision's weights of {architecture} cannot be had: {error}; "
-                "give a file instead"
+                f"public.weights: torchvision's weights of {architecture} cannot be loaded: "
+                f"{error}; give a file instead"
             ) from error
         copy_weights(model, tensors, name)
         return f"torchvision's {name}"
@@ -229,27 +230,28 @@ def load_public_weights(model: nn.Module, section: PublicRecipe, network: ModelR
 
 
 def replace_head(model: nn.Module, spec: ModelSpec, seed: int) -> nn.Module:
-    """A network of other classes, `spec`: what the trained one has of the same shape, the rest as
-    `seed` begins it. Raises UserError when little of it fits."""
+    """Return a network for other classes, `spec`, with the trained tensors of the same shape.
+
+    `seed` initializes the others. Raises UserError if less than half of the tensors fit.
+    """
     fresh = models.initialize(spec, seed)
     own, trained = fresh.state_dict(), model.state_dict()
     copied = {n: v for n, v in trained.items() if n in own and own[n].shape == v.shape}
-    behind = [n for n in own if spec.denoiser is None or n.startswith(f"{models.CLASSIFIER}.")]
-    fits = copied.keys() & behind
-    if len(fits) < len(behind) / 2:
+    wanted = [n for n in own if spec.denoiser is None or n.startswith(f"{models.CLASSIFIER}.")]
+    fits = copied.keys() & wanted
+    if len(fits) < len(wanted) / 2:
         raise UserError(
             f"public.data: other classes than the private data's, and of {spec.name} only "
-            f"{len(fits)} of {len(behind)} tensors have the same shape for both"
+            f"{len(fits)} of {len(wanted)} tensors have the same shape for both"
         )
     fresh.load_state_dict(copied, strict=False)
     return fresh
 
 
 def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor], path: str) -> None:
-    """Copy a torchvision state dict into a model.
+    """Copy a torchvision state dict into a model, except layers whose shapes differ (the head).
 
-    Left out are the layers whose shapes differ: the head, when the number of classes does. Raises
-    UserError when little of it fits.
+    Raises UserError if less than half of the tensors fit.
     """
     network = getattr(model, "network", model)  # behind a normalization
     own = network.state_dict()

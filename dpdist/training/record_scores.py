@@ -1,13 +1,13 @@
-"""Scores of a record by a model, each in [0, 1] and the larger the better: what a search adds up.
+"""Scores of a record by a model, each in [0, 1] and the larger the better, which searches add up.
 
 Sensitivity. A score of M held-out records is S = (v_1 + ... + v_M) / M with v_i in [0, 1], where
-v_i depends on record i and the model alone, and M is public.
+v_i depends only on record i and the model, and M is public.
 
-* One record, added or removed: the sum changes by v_i, at most 1. Replaced by another one: by
-  |v - v'|, at most 1, since both lie in [0, 1].
-* One person, where a user is the unit: a person adds the mean of the values of all own records, a
-  number in [0, 1] whatever number of records that is. Added, removed or replaced: at most 1. M is
-  the number of persons.
+* One record, added or removed: the sum changes by v_i, at most 1. Replaced by a different one: by
+  |v - v'|, at most 1, since both are in [0, 1].
+* One person, if a user is the unit: a person adds the mean of the values of all own records, which
+  is in [0, 1] for any number of records. Added, removed or replaced: at most 1. M is the number of
+  persons.
 
 So noise of standard deviation s on the sum is a Gaussian mechanism of sensitivity 1 with noise
 multiplier s, for each of the scores here. What they measure is an affine map of the mean:
@@ -19,7 +19,7 @@ multiplier s, for each of the scores here. What they measure is an affine map of
 | balanced accuracy | S * max(weights) | max(weights) |
 | `bounded_score` of a function | low + S * (high - low) | high - low |
 
-Values are cut to multiples of 2^-20 before they are added, which moves none out of [0, 1].
+Values are rounded down to multiples of 2^-20 before they are added, so they stay in [0, 1].
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RecordScore:
     values: Callable[[Tensor, Tensor], Tensor]
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the values (B,) of outputs (B, classes) for the classes (B,); 0 without numbers.
+        """Return the values (B,) of outputs (B, classes) for classes (B,); 0 if not finite.
 
         Raises:
             ValueError: the outputs are not one for each of several classes.

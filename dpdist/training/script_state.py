@@ -1,8 +1,8 @@
 """State of a script's own objects: kept in checkpoints without pickle, and watched between steps.
 
-A checkpoint holds tensors alone. A `state_dict` of an optimizer or a scheduler has numbers, lists
-and dictionaries around them: these become one JSON text in a tensor of bytes. A script's settings
-when its run began are kept there too, since another value would have no effect later.
+A checkpoint contains only tensors. A `state_dict` of an optimizer or a scheduler also has numbers,
+lists and dictionaries: these become one JSON text in a tensor of bytes. A script's settings at the
+start of its run are kept there, too, since a different value would have no effect later.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from dpdist.training.checkpoint import TrainState, load_latest, save
 
 
 def pack(name: str, value: Any) -> dict[str, Tensor]:
-    """Return a state_dict as tensors by name: copies of its own, and a text with all else.
+    """Return a state_dict as tensors by name: copies of its tensors, and a text with the rest.
 
-    Raises UserError for what cannot be written down without pickle.
+    Raises UserError for values that cannot be written without pickle.
     """
     tensors: list[Tensor] = []
     text = json.dumps(_encoded(name, value, tensors), allow_nan=False).encode()
@@ -44,7 +44,7 @@ def pack(name: str, value: Any) -> dict[str, Tensor]:
 
 
 def unpack(name: str, tensors: Mapping[str, Tensor]) -> Any:
-    """Invert `pack`. Raises KeyError where the checkpoint holds nothing of that name."""
+    """Invert `pack`. Raises KeyError if the checkpoint has nothing of that name."""
     tree = json.loads(bytes(tensors[f"{name}.json"].tolist()))
     return _decoded(tree, lambda place: tensors[f"{name}.{place}"])
 
@@ -69,8 +69,8 @@ def _encoded(name: str, value: Any, tensors: list[Tensor]) -> Any:
         pairs = [[_encoded(name, part, tensors) for part in pair] for pair in value.items()]
         return ["counter" if isinstance(value, Counter) else "dict", pairs]
     raise UserError(
-        f"state: {name}.state_dict() holds {type(value).__name__}, which no checkpoint can keep: "
-        "it must be made of numbers, texts, lists, dictionaries and tensors"
+        f"state: {name}.state_dict() contains {type(value).__name__}, which no checkpoint can "
+        "keep: it must consist of numbers, texts, lists, dictionaries and tensors"
     )
 
 
@@ -90,10 +90,10 @@ def _decoded(tree: Any, tensor: Any) -> Any:
     return Counter(made) if kind == "counter" else made
 
 
-# --- settings of a run's beginning -------------------------------------------------------------
+# --- settings at the start of a run ------------------------------------------------------------
 
 
-_MOST_CHOSEN = 2**32  # a seed below was chosen; torch draws its own from 2**53
+_MOST_CHOSEN = 2**32  # a smaller seed was chosen by the script; torch draws its own up to 2**64
 _OF_STEPS = {  # of a scheduler's state_dict: changed by its steps, or by the learning rate
     "base_lrs", "last_epoch", "verbose", "_step_count", "_last_lr", "_is_initial",
     "_get_lr_called_within_step",
@@ -105,20 +105,20 @@ def given_settings(model: nn.Module, optimizer: Optimizer, state: Sequence[Any])
     """Return the settings that a script gave to its training, by key, as `pack` can keep them.
 
     Args:
-        model: in which torch's own layers are told with their settings.
-        optimizer: whose settings are those of the moment.
-        state: objects of the checkpoint. Of schedulers that took no step yet, their settings; where
-            one took steps, what it changes of the optimizer is left out.
+        model: its torch layers are listed with their settings.
+        optimizer: its current settings.
+        state: objects of the checkpoint. The settings of a scheduler that took no step yet; of one
+            that took steps, the settings of the optimizer that it changes are left out.
 
     Returns:
-        Plain values by key: "optimizer.lr", "state[0].gamma", "model.0", "seed" where the script
-        chose one, ...
+        Plain values by key: "optimizer.lr", "state[0].gamma", "model.0", "seed" if the script chose
+        one, ...
     """
     free, found = set[str](), dict[str, Any]()
     for place, each in enumerate(state):
         if not isinstance(each, LRScheduler):
             continue
-        # An object that was used before, as a notebook keeps it.
+        # An object that was used before, as in a notebook.
         if getattr(each, "last_epoch", 0) > 0:
             free |= _set_by((each,))
             continue
@@ -138,9 +138,9 @@ def given_settings(model: nn.Module, optimizer: Optimizer, state: Sequence[Any])
 
 
 def setting_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return each difference in words, "KEY: must be X as when the run began, got Y".
+    """Return each difference as "KEY: must be X as when the run began, got Y".
 
-    Keys that one side does not have are left out: another version of torch may know more settings.
+    Keys of only one side are left out: a different version of torch may have more settings.
     """
     return [
         f"{key}: must be {value} as when the run began, got {now[key]}"
@@ -150,23 +150,23 @@ def setting_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> li
 
 
 def refuse_differences(differences: Sequence[str], folder: Path) -> None:
-    """Raise UserError, in one line, where anything differs from what a run in `folder` began with.
+    """Raise UserError, in one line, for differences from the settings at the start of a run.
 
-    differences: in the words of `setting_differences`.
+    differences: from `setting_differences`. folder: of the run.
     """
     if not differences:
         return
     more = len(differences) - _SHOWN
     said = [*differences[:_SHOWN], *([f"and {more:,} more"] if more > 0 else [])]
     raise UserError(
-        f"{'; '.join(said)}; give it as it was then; for a new run, build the model anew and give "
+        f"{'; '.join(said)}; give it as it was then; for a new run, build the model again and give "
         f"another folder than {folder}",
         see="how-to/own-loop.md#after-a-crash",
     )
 
 
 def _layers(model: nn.Module) -> dict[str, str]:
-    """Return the class of each module, by name; of torch's own ones, with their settings."""
+    """Return the class of each module, by name; for torch's own with their settings."""
     return {
         name: f"{type(module).__name__}({module.extra_repr()})"
         if type(module).__module__.startswith("torch.nn.modules.")
@@ -176,7 +176,7 @@ def _layers(model: nn.Module) -> dict[str, str]:
 
 
 def _without_steps(value: Any) -> Any:
-    """Return a scheduler's settings without what its steps change; of those inside of it, too."""
+    """Return the settings of a scheduler, and of those in it, without what its steps change."""
     if isinstance(value, dict):
         return {n: _without_steps(each) for n, each in value.items() if n not in _OF_STEPS}
     if isinstance(value, list):
@@ -189,7 +189,7 @@ def _number(value: Any) -> Any:
 
 
 def _set_by(schedulers: Sequence[LRScheduler]) -> set[str]:
-    """Return the settings of an optimizer that the steps of these schedulers change."""
+    """Return the names of the optimizer's settings that these schedulers change."""
     inner = [each for whole in schedulers for each in getattr(whole, "_schedulers", ())]
     cycles = any(getattr(each, "cycle_momentum", False) for each in (*schedulers, *inner))
     return {"lr", "momentum", "betas"} if cycles else {"lr"}
@@ -199,52 +199,46 @@ def _set_by(schedulers: Sequence[LRScheduler]) -> set[str]:
 
 
 class Watch:
-    """Notices changes of parameters, buffers and the optimizer between two steps.
+    """Detect changes of parameters, buffers and the optimizer between two steps.
 
-    Values are compared: a write through `.data` moves no version counter.
+    Values are compared: a write through `.data` increases no version counter.
 
     Args:
-        model: whose tensors are watched.
-        optimizer: whose state and settings are watched.
-        state: objects of the checkpoint, schedulers of this optimizer among them. What these set is
-            no change, if a copy that sees nothing of the training sets the same in as many steps.
+        model: its tensors are watched.
+        optimizer: its state and settings are watched.
+        state: objects of the checkpoint, among them schedulers of this optimizer. Settings by these
+            are not a change if a copy without access to the training sets the same after as many
+            steps.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, state: Sequence[Any]) -> None:
         self._model, self._optimizer = model, optimizer
         self._schedules = _Schedules(optimizer, state)
-        self._kept: dict[str, Tensor] = {}
-        self._numbers: dict[str, Any] = {}
+        self._kept: dict[str, Any] = {}
         self.remember()
 
     @torch.no_grad()
     def remember(self) -> None:
-        """Take the present state as the one that the last step left."""
-        kept, self._numbers = {}, {}
+        """Save the present state as the one after the last step."""
+        kept = {}
         for name, value in self._now():
-            if isinstance(value, Tensor):
-                old = self._kept.get(name)
-                same = old is not None and (old.shape, old.dtype) == (value.shape, value.dtype)
-                kept[name] = old.copy_(value) if same and old is not None else value.clone()
+            old = self._kept.get(name)
+            if not isinstance(value, Tensor):
+                kept[name] = value
+            elif isinstance(old, Tensor) and (old.shape, old.dtype) == (value.shape, value.dtype):
+                kept[name] = old.copy_(value)  # in its memory
             else:
-                self._numbers[name] = value
+                kept[name] = value.clone()
         self._kept = kept
         self._schedules.remember()
 
     @torch.no_grad()
     def changed(self) -> list[str]:
-        """Return the differences since then, in words; empty where there are none."""
-        found, seen = set(), set()
-        for name, value in self._now():
-            seen.add(name)
-            if isinstance(value, Tensor):
-                same = name in self._kept and torch.equal(self._kept[name], value)
-            else:
-                same = name in self._numbers and self._numbers[name] == value
-            if not same:
-                found.add(name.partition("/")[0])
-        for name in (self._kept.keys() | self._numbers.keys()) - seen:
-            found.add(name.partition("/")[0])
+        """Return descriptions of the differences since then."""
+        kept, now = self._kept, dict(self._now())
+        names = kept.keys() ^ now.keys()
+        names |= {name for name in kept.keys() & now.keys() if not _equal(kept[name], now[name])}
+        found = {name.partition("/")[0] for name in names}
         if not self._schedules.explain(settings_of(self._optimizer)):
             found.add("optimizer settings")
         return sorted(found)
@@ -258,6 +252,12 @@ class Watch:
                 yield f"optimizer state/{place}.{name}", value
 
 
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return bool(one == other)
+
+
 def settings_of(optimizer: Any) -> list[dict[str, Any]]:
     """Return an optimizer's settings as plain values, by group."""
     return [
@@ -267,7 +267,7 @@ def settings_of(optimizer: Any) -> list[dict[str, Any]]:
 
 
 class _Schedules:
-    """Copies of an optimizer's schedulers, around a stand-in that has its settings alone."""
+    """Replay an optimizer's schedulers on copies, with a stand-in that has only its settings."""
 
     def __init__(self, optimizer: Optimizer, state: Sequence[Any]) -> None:
         self._optimizer = optimizer
@@ -275,28 +275,28 @@ class _Schedules:
         self._given = [each for each in schedulers if each.optimizer is optimizer]
         self._copies: list[LRScheduler] = []
         self._stand_in = types.SimpleNamespace(param_groups=[], step=_counted, _opt_called=True)
-        self._follows = False  # whether the copies stand where the schedulers do
+        self._follows = False  # whether the copies took as many steps as the schedulers
 
     def remember(self) -> None:
-        """Take over the settings that the last step left."""
+        """Copy the settings after the last step."""
         groups = [
             {name: copy.deepcopy(each) for name, each in group.items() if name != "params"}
             for group in self._optimizer.param_groups
         ]
         self._stand_in.param_groups[:] = [{"params": [], **group} for group in groups]
         if not self._follows:
-            with suppress(Exception):  # it cannot be copied: none of its rates is explained
+            with suppress(Exception):  # it cannot be copied: its rates are not explained
                 memo = {id(self._optimizer): self._stand_in}
                 self._copies = copy.deepcopy(self._given, memo)
         self._follows = len(self._copies) == len(self._given)
 
     def explain(self, settings: list[dict[str, Any]]) -> bool:
-        """Return whether settings follow from the numbers of the schedulers' steps."""
+        """Return whether settings follow from the schedulers' step numbers."""
         try:
             for scheduler, copied in zip(self._given, self._copies, strict=True):
                 for _ in range(_epoch(scheduler) - _epoch(copied)):
                     copied.step()
-        except Exception:  # it asks for more than the number of its steps
+        except Exception:  # it needs more than its step number
             self._follows = False
         same = settings_of(self._stand_in) == settings
         self._follows = self._follows and same
@@ -304,22 +304,22 @@ class _Schedules:
 
 
 def _epoch(scheduler: Any) -> int:
-    """Return the number of a scheduler's steps; of a chain, that of its first one."""
+    """Return the number of a scheduler's steps; for a chain, that of its first one."""
     if hasattr(scheduler, "last_epoch"):
         return int(scheduler.last_epoch)
     return _epoch(scheduler._schedulers[0])
 
 
 def _counted() -> None:
-    """Stand for an optimizer's step."""
+    """Stand in for an optimizer's step."""
 
 
-vars(_counted)["_wrapped_by_lr_sched"] = True  # so that a scheduler does not warn of none
+vars(_counted)["_wrapped_by_lr_sched"] = True  # else a scheduler warns
 
 
 @contextmanager
 def kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Put the model's buffers back as they were: what a forward pass writes there is private."""
+    """Restore the model's buffers after the block: what a forward pass writes there is private."""
     before = [
         (own, [(name, each, None if each is None else each.clone()) for name, each in own.items()])
         for own in (module._buffers for module in model.modules())
@@ -329,14 +329,14 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for owner, kept in before:
-                owner.clear()  # of those that the pass registered, too
+                owner.clear()  # also removes those that the pass registered
                 for name, buffer, value in kept:
                     owner[name] = buffer if value is None or buffer is None else buffer.copy_(value)
 
 
 @contextmanager
 def kept_modes(model: nn.Module) -> Iterator[None]:
-    """Put each module of a model back into its own mode at the end."""
+    """Restore the mode of each module of a model after the block."""
     before = [(module, module.training) for module in model.modules()]
     try:
         yield
@@ -347,7 +347,7 @@ def kept_modes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and each of its modules back into its own at the end."""
+    """Put a model into evaluation mode within the block."""
     with kept_modes(model):
         model.eval()
         yield
@@ -358,11 +358,11 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def form_of(model: nn.Module) -> dict[str, Any]:
-    """Return what a forward pass is made of, by name, but for the values of tensors.
+    """Return everything that a forward pass depends on, by name, except the values of tensors.
 
-    Layers, the functions that they run, their hooks, modes and plain attributes (a dropout's
-    probability), and which tensors are trained. What was checked on invented examples holds as long
-    as none of it changes. Attributes whose names begin with an underscore are left out.
+    These are layers, their functions, hooks, modes and plain attributes (a dropout's probability),
+    and which tensors are trained. Checks on invented examples are valid as long as none of it
+    changes. Attributes whose names begin with an underscore are left out.
     """
     found: dict[str, Any] = {
         f"{name[1:]} of all modules": tuple(getattr(nn.modules.module, f"_global{name}").values())
@@ -380,17 +380,18 @@ def form_of(model: nn.Module) -> dict[str, Any]:
             if callable(value) or isinstance(value, _PLAIN):
                 found[f"{at}{key}"] = repr(value) if isinstance(value, _PLAIN) else value
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            found[f"{at}{key}"] = None if tensor is None else (
-                tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad and id(tensor)
-            )  # fmt: skip
+            found[f"{at}{key}"] = None
+            if tensor is not None:
+                learned = tensor.requires_grad and id(tensor)
+                found[f"{at}{key}"] = tensor.shape, tensor.dtype, tensor.device, learned
     return found
 
 
 # --- a trained module, built again ------------------------------------------------------------
 
 
-_PROBED = 3  # invented inputs whose outputs are kept
-_CLOSE = 1e-4  # of outputs on another machine, relative to the largest
+_PROBED = 3  # invented inputs whose outputs are saved
+_CLOSE = 1e-4  # tolerance for outputs on a different machine, relative to the largest
 
 
 def module_record(
@@ -400,18 +401,18 @@ def module_record(
     text: Any = None,
     signature: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the description by which a module is recognized when a factory builds it, for `pack`.
+    """Return the description by which a factory's module is recognized, for `pack`.
 
     Args:
         model: as it was trained.
-        inputs: (B, ...) invented inputs; None among the outputs where it does not answer them.
+        inputs: (B, ...) invented inputs.
         answering: the module that answers them; default: the model.
-        text: how the tokens of its documents are made (`Records.tokenization`).
+        text: the tokenizer of its documents (`Records.tokenization`).
         signature: how the model is called with several inputs (`dpdist.models.signature`).
 
     Returns:
         Classes and settings of its layers, and its outputs in evaluation mode for some of the
-        inputs.
+        inputs; None if it fails on them.
     """
     found: dict[str, Any] = {"layers": _layers(model)}
     if answering is not None:
@@ -428,15 +429,16 @@ def module_record(
 
 
 def read_module_record(checkpoints: Path) -> dict[str, Any] | None:
-    """Return the `module_record` of a run; None where its checkpoints have none."""
+    """Return the `module_record` of a run; None if its checkpoints have none."""
     state = load_latest(checkpoints)
-    return None if state is None or "module.json" not in state.slots else unpack(
-        "module", state.slots
-    )  # fmt: skip
+    if state is None or "module.json" not in state.slots:
+        return None
+    record: dict[str, Any] = unpack("module", state.slots)
+    return record
 
 
 def keep_module_record(source: Path, target: Path, ledger: Ledger) -> None:
-    """Copy the `module_record` of one folder of checkpoints, if it has one, and nothing else."""
+    """Copy only the `module_record` of a folder of checkpoints, if it has one."""
     state = load_latest(source)
     if state is None or "module.json" not in state.slots:
         return
@@ -445,21 +447,25 @@ def keep_module_record(source: Path, target: Path, ledger: Ledger) -> None:
 
 
 def check_built_again(
-    model: nn.Module, file: Path, checkpoints: Path, factory: str,
-    answering: nn.Module | None = None, signature: Mapping[str, Any] | None = None,
-) -> None:  # fmt: skip
-    """Load a script's trained weights into what a factory built, and check that it is that module.
+    model: nn.Module,
+    file: Path,
+    checkpoints: Path,
+    factory: str,
+    answering: nn.Module | None = None,
+    signature: Mapping[str, Any] | None = None,
+) -> None:
+    """Load a script's trained weights into a factory's module, and check that it is the same.
 
     Args:
         model: built by the factory.
         file: the run's weights, in safetensors.
-        checkpoints: of the run, the last of which holds the `module_record`.
-        factory: name of the factory, for complaints.
+        checkpoints: of the run; the last one has the `module_record`.
+        factory: name of the factory, for error messages.
         answering: the module that answers rows of inputs by the model; default: the model.
         signature: how it is called with several inputs.
 
     Raises:
-        UserError: tensors, layers or outputs are others than those of the run.
+        UserError: tensors, layers or outputs differ from those of the run.
     """
     wanted, weights = read_module_record(checkpoints), load_file(file)
     if wanted is None:
@@ -470,10 +476,8 @@ def check_built_again(
     before, now = _told(wanted["layers"], weights), _told(_layers(model), model.state_dict())
     for name in (*before, *now):
         if before.get(name) != now.get(name):
-            raise _another_module(
-                factory, f"{name} must be {before.get(name, 'left out')}, "
-                f"got {now.get(name, 'nothing of that name')}"
-            )  # fmt: skip
+            wanted_here, got = before.get(name, "left out"), now.get(name, "nothing of that name")
+            raise _another_module(factory, f"{name} must be {wanted_here}, got {got}")
     model.load_state_dict(dict(weights))
     outputs = wanted.get("outputs")
     if outputs is None:
@@ -482,14 +486,14 @@ def check_built_again(
             "returns a tensor, or a causal model of transformers"
         )
     found = _outputs(answering or model, wanted["inputs"], signature)
-    if found is None or found.shape != outputs.shape or not torch.allclose(
-        found, outputs, rtol=_CLOSE, atol=_CLOSE * max(1.0, float(outputs.abs().max()))
-    ):  # fmt: skip
-        raise _another_module(factory, "with the trained weights it answers otherwise")
+    atol = _CLOSE * max(1.0, float(outputs.abs().max()))
+    same = found is not None and found.shape == outputs.shape
+    if found is None or not same or not torch.allclose(found, outputs, rtol=_CLOSE, atol=atol):
+        raise _another_module(factory, "with the trained weights it answers differently")
 
 
 def _told(layers: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return layers and tensors in words, by name."""
+    """Return descriptions of layers and tensors, by name."""
     found = {name or "the top": told for name, told in layers.items()}
     return found | {name: f"{tuple(t.shape)} {t.dtype}" for name, t in tensors.items()}
 
@@ -504,13 +508,13 @@ def _another_module(factory: str, why: str) -> UserError:
 
 @torch.no_grad()
 def _outputs(model: nn.Module, inputs: Any, signature: Mapping[str, Any] | None) -> Tensor | None:
-    """Return a module's outputs in evaluation mode; None where they are no tensor of numbers."""
+    """Return a module's outputs in evaluation mode; None if they are not a tensor of numbers."""
     try:
         with torch.random.fork_rng(devices=[]):
             if signature:
                 found = Signature.parse(signature, "the model").outputs(model.eval(), inputs)
             else:
                 found = model.eval()(inputs)
-    except Exception:  # it takes something else: a release could not ask it either
+    except Exception:  # it needs other inputs: a release could not call it either
         return None
     return found.float() if isinstance(found, Tensor) else None

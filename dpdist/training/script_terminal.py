@@ -12,20 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from dpdist.core import console
 from dpdist.privacy.guarantee import format_epsilon
 
 _EPSILON_SECONDS = 5.0  # at least, between two computations of epsilon
-_EPSILON_SHARE = 50  # of the time since the last one, at most one in so many
-
-
-class _Report(Protocol):
-    step: int
-
-    @property
-    def epsilon(self) -> float: ...
+_EPSILON_SHARE = 50  # computing epsilon takes at most 1/50 of the time
 
 
 @contextmanager
@@ -34,7 +27,7 @@ def whole_step(asked: list[bool], tell: bool) -> Iterator[None]:
 
     Args:
         asked: gets an entry at a Ctrl-C.
-        tell: say so: of several workers one does.
+        tell: whether to print it; only one of several workers does.
     """
     in_main = threading.current_thread() is threading.main_thread()
     if not (in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
@@ -64,13 +57,13 @@ def tell_resumed(done: int, replayed: int) -> None:
 
 @contextmanager
 def shown_progress(done: int, steps: int, wanted: bool = True) -> Iterator[Callable[[Any], None]]:
-    """Yield a function of step reports that keeps a line of progress up to date.
+    """Yield a function of a `StepReport` that updates a line of progress.
 
     It shows nothing unless standard error is a terminal or this is a notebook.
 
     Args:
-        done: steps before the first report.
-        steps: of the plan.
+        done: number of steps before the first report.
+        steps: number of steps of the plan.
         wanted: False shows nothing.
     """
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
@@ -81,7 +74,7 @@ def shown_progress(done: int, steps: int, wanted: bool = True) -> Iterator[Calla
     began, last, cost, epsilon = time.monotonic(), 0.0, 0.0, ""
     with console.progress("training", "steps") as show:
 
-        def tell(report: _Report) -> None:
+        def tell(report: Any) -> None:
             nonlocal last, cost, epsilon
             now, count = time.monotonic(), report.step + 1
             if count == steps or now - last > max(_EPSILON_SECONDS, _EPSILON_SHARE * cost):

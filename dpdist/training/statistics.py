@@ -2,10 +2,10 @@
 
 Everything is one release: the counts of all columns on their fixed grids
 (`dpdist.data.histograms`), with Gaussian noise of one deviation. The ledger has it durably before
-its noise is drawn, and the noisy counts before anything that follows from them is written, so that
-a call that is repeated, after a kill as well, is the same release. Ranges, fills and shares are
-post-processing: other quantiles cost nothing. A folder never counts twice: other records or other
-columns are another sum, which its ledger refuses.
+its noise is drawn, and the noisy counts before anything computed from them is written, so that a
+repeated call, also after a kill, is the same release. Ranges, fills and fractions are
+post-processing: other quantiles do not affect epsilon. A folder never counts twice: different
+records or columns are a different sum, for which its ledger raises an error.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from dpdist.training.records import by_unit, data_source, training_records
 
 RESULT_FILE = "statistics.json"
 _CONTEXT = "statistics"
-_USER = "unit_id"  # what plans of scripts call the column of users
+_USER = "unit_id"  # name of the column of users in plans of scripts
 
 
 # --- what is counted --------------------------------------------------------------------------
@@ -66,9 +66,9 @@ _USER = "unit_id"  # what plans of scripts call the column of users
 
 @dataclass(frozen=True)
 class CountedColumn:
-    """A column of numbers, and how it is counted.
+    """Count a column of numbers.
 
-    rule: of its preprocessing; `range` in it is the declared outer range, without which the grid is
+    rule: of its preprocessing; its `range` is the declared outer range, without which the grid is
     the universal one. values: (N,) float64 in the column's own units, NaN for missing cells.
     """
 
@@ -88,12 +88,12 @@ class CountedColumn:
         return count_cells(self.values, self.edges, users)
 
     def check(self) -> None:
-        """Raise UserError for a range in which float64 has not as many numbers as cells."""
+        """Raise UserError for a range in which float64 has fewer numbers than cells."""
         if not (np.diff(self.edges) > 0).all():
             raise UserError(f"{_CONTEXT}: columns.{self.name}.range: must be wider")
 
     def constants(self, found: ColumnEstimate) -> ColumnPreprocessing:
-        """Return the rule with the range, and the fill where it has none of its own."""
+        """Return the rule with the range, and with the fill unless it has its own."""
         fill = found.median if self.rule.missing is None else self.rule.missing
         update = {"range": (found.low, found.high), "missing": fill}
         return ColumnPreprocessing.model_validate(self.rule.model_dump() | update)
@@ -102,7 +102,7 @@ class CountedColumn:
 def plan_of(
     privacy: PrivacyRecipe, records: int, phases: tuple[Phase, ...], user: UserUnit | None
 ) -> PrivacyPlan:
-    """Return the plan of the statistics of so many records (users), and of nothing else."""
+    """Return the plan of only the statistics. records: their number; of users if they are given."""
     return PrivacyPlan(
         privacy.nominal_records or records, phases, privacy.delta, adjacency=privacy.adjacency,
         nominal=privacy.nominal_records is not None, user=user,
@@ -115,16 +115,16 @@ def plan_of(
 def release_counts(
     path: Path, plan: PrivacyPlan, counts: np.ndarray, fixed_key: str | None
 ) -> np.ndarray:
-    """Return counts with the noise of the plan's phase: one release of the folder, ever.
+    """Return counts with the noise of the plan's phase, the only release of the folder.
 
     Args:
-        path: the folder, created if it is not there.
+        path: the folder, created if it does not exist.
         plan: of `plan_of`.
-        counts: exact ones of all columns, one after the other.
-        fixed_key: 64 hex digits, for tests; None for a key of its own.
+        counts: exact counts of all columns, concatenated.
+        fixed_key: 64 hex digits, for tests; None for a new key.
 
     Raises:
-        UserError: the folder holds the release of other counts, or under another plan.
+        UserError: the folder contains the release of other counts, or under a different plan.
     """
     folder = RunFolder(path)
     (phase,) = plan.phases
@@ -132,7 +132,7 @@ def release_counts(
     make_private_folder(folder.private)
     if fixed_key is None and folder.fixed_key_marker.exists():
         raise UserError(
-            f"{_CONTEXT}: {path}: was bought with a fixed run key, which is no privacy; give "
+            f"{_CONTEXT}: {path}: was bought with a fixed run key, which is NOT PRIVATE; give "
             "another folder"
         )
     ensure_run_key(folder, fixed_key)
@@ -144,21 +144,21 @@ def release_counts(
             identity = {"key": key_id(key)}
             if any(attempt["identity"] != identity for attempt in ledger.attempts):
                 raise UserError(
-                    f"{_CONTEXT}: {folder.run_key}: is not the key of this folder's release; put "
-                    "it back, or give another folder"
+                    f"{_CONTEXT}: {folder.run_key}: is not the key of this folder's release; "
+                    "restore it, or give another folder"
                 )
             ledger.begin_attempt(identity)
             ledger.record(0, release)
             kept = ledger.find_answer(release)
             if kept is None:
-                # Other counts, as in a copy of the folder, get other noise.
+                # Different counts, as in a copy of the folder, get different noise.
                 noise = derive_key(key, "statistics noise", plan.fingerprint(), counted)
                 kept = add_noise(counts, noise, phase.deviation).tolist()
                 ledger.record_answer(release, kept)
     except ReplayConflict:
         raise UserError(
-            f"{_CONTEXT}: {path}: holds statistics of other records or columns; restore these, or "
-            "give another folder (of a recipe: another name)"
+            f"{_CONTEXT}: {path}: contains statistics of other records or columns; restore these, "
+            "or give another folder (of a recipe: another name)"
         ) from None
     except JournalError as error:
         raise UserError(f"{_CONTEXT}: {error}") from error
@@ -175,17 +175,17 @@ def buy(
     quantiles: tuple[float, float],
     fixed_key: str | None,
 ) -> dict[str, ColumnPreprocessing]:
-    """Return the rules of the columns with constants from noisy counts, and write them down.
+    """Return the rules of the columns with constants from noisy counts, and write them.
 
-    The folder's file states them, with the card of what they cost.
+    The folder's file has them, with the card of their privacy cost.
 
     Args:
         path: the folder of the statistics.
         plan: of `plan_of`, for these columns.
-        columns: what is counted.
-        users: whom the records belong to; None where the unit is a record.
+        columns: the counted columns.
+        users: whom the records belong to; None if the unit is a record.
         unit: what is protected, in words.
-        quantiles: shares of a column's numbers below its range and up to its end.
+        quantiles: fractions of a column's numbers below its range and up to its end.
         fixed_key: as in `release_counts`.
 
     Raises:
@@ -215,17 +215,17 @@ def buy(
 
 
 def _check_folder(path: Path) -> None:
-    """Create a folder. Raises UserError for one that holds something else."""
+    """Create the folder. Raises UserError if it contains something else."""
     remove_leftovers(path)
     names = {each.name for each in path.iterdir()} if path.is_dir() else set()
-    # A first call that was killed leaves the private folder at most.
+    # A first call that was killed leaves at most the private folder.
     if not names <= {RunFolder.private.path, RESULT_FILE}:
-        raise UserError(f"{_CONTEXT}: folder: {path}: must be new, or hold statistics alone")
+        raise UserError(f"{_CONTEXT}: folder: {path}: must be new, or contain only statistics")
     make_folder(path)
 
 
 def read_statistics_stage(path: Path) -> Stage | None:
-    """Return what a training states of the statistics in a folder; None for another folder."""
+    """Return the stage of the statistics in a folder; None for any other folder."""
     if not (path / RESULT_FILE).exists():
         return None
     card = read_json(path / RESULT_FILE, {"card": dict})["card"]
@@ -237,9 +237,9 @@ def read_statistics_stage(path: Path) -> Stage | None:
 
 
 def warn_if_uncounted(records: int, stages: Sequence[Stage]) -> None:
-    """Warn of statistics of as many records, bought in this process, that a training does not name.
+    """Warn about statistics of as many records from this process that a training does not name.
 
-    Its epsilon would leave them out.
+    Its epsilon would omit them.
     """
     named = {place for each in stages for place in each.places}
     for each in list(_bought):
@@ -247,8 +247,8 @@ def warn_if_uncounted(records: int, stages: Sequence[Stage]) -> None:
             warnings.warn(
                 f"began_with: does not name {each.path}, statistics of {records:,} records that "
                 "were bought in this process: if they prepared these records, give them, or "
-                "epsilon leaves them out",
-                stacklevel=4,
+                "epsilon omits them",
+                stacklevel=3,
             )
 
 
@@ -256,14 +256,14 @@ def warn_if_uncounted(records: int, stages: Sequence[Stage]) -> None:
 
 
 def statistics_folder(folder: RunFolder) -> Path:
-    """Return where the statistics of a run are: beside it, as they are there before it."""
+    """Return the folder of a run's statistics, next to the run, since it exists before the run."""
     return folder.path.with_name(f"{folder.name}-statistics")
 
 
 def buy_for_recipe(recipe: Recipe, path: Path) -> dict[str, ColumnPreprocessing]:
-    """Return the constants of a recipe's bought columns: counted are the records it trains on.
+    """Return the constants of a recipe's bought columns, from counts of its training records.
 
-    Raises UserError as `release_counts` does, and for columns that are no numbers.
+    Raises UserError as `release_counts` does, and for columns that are not numbers.
     """
     section, columns = recipe.statistics, recipe.data.columns
     assert section is not None
@@ -276,7 +276,7 @@ def buy_for_recipe(recipe: Recipe, path: Path) -> dict[str, ColumnPreprocessing]
         )
         for name, each in section.columns.items()
     }
-    # Raw numbers, by the records' own hashes: which of them are trained on does not change.
+    # With raw numbers the records keep their hashes, and so the split into training records.
     plain = {
         name: ColumnPreprocessing(date=rule.date, missing="flag") for name, rule in rules.items()
     }
@@ -307,19 +307,19 @@ def buy_for_recipe(recipe: Recipe, path: Path) -> dict[str, ColumnPreprocessing]
 
 
 class Statistics(Preprocessing):
-    """Preprocess by constants that were bought: a `Preprocessing` that knows what it cost.
+    """Preprocess by constants that were bought: a `Preprocessing` with its privacy cost.
 
     Guarantee: the constants are (epsilon, delta)-differentially private as `guarantee` states. A
     row of `transform` follows from that record and the constants.
 
-    `dpdist.statistics` makes it.
+    `dpdist.statistics` returns it.
 
     Attributes:
         path: the folder, for `began_with` of `dpdist.PrivateTraining`, which takes this object too.
-        guarantee: the `Guarantee` of the statistics alone.
+        guarantee: the `Guarantee` of only the statistics.
         columns: by name, the rules with their constants, as dicts of JSON values, for
             `dpdist.Preprocessing` or a recipe.
-        missing: by name, the share of missing cells, a float from 0 to 1.
+        missing: by name, the fraction of missing cells, a float from 0 to 1.
         num_records: number of the table's rows, an int.
 
     Example:
@@ -340,7 +340,7 @@ class Statistics(Preprocessing):
     num_records: int
 
 
-_bought: weakref.WeakSet[Statistics] = weakref.WeakSet()  # that this process still holds
+_bought: weakref.WeakSet[Statistics] = weakref.WeakSet()  # in use by this process
 
 
 def statistics(
@@ -352,7 +352,7 @@ def statistics(
     user: str | None = None,
     quantiles: tuple[float, float] = (0.01, 0.99),
 ) -> Statistics:
-    """Buy the range and the fill of columns with noisy counts, where no public constants are known.
+    """Buy the range and the fill of columns with noisy counts, if no public constants are known.
 
     Guarantee: all constants together are (epsilon, delta)-differentially private as `guarantee` of
     the result states. Each column of numbers is counted on a fixed grid, and all counts get
@@ -372,7 +372,7 @@ def statistics(
         folder: folder of the statistics, created if it does not exist.
         user: column that says whom a record belongs to; required with unit: user. A user adds the
             mean of its records, however many it has.
-        quantiles: the shares of a column's numbers below the range, and up to its end; an end that
+        quantiles: fractions of a column's numbers below the range, and up to its end; an end that
             the noise hides is put further inside.
 
     Returns:
@@ -443,12 +443,9 @@ def statistics(
 
 
 def _check(
-    privacy: PrivacyRecipe,
-    counted: Sequence[str],
-    user: str | None,
-    quantiles: tuple[float, float],
+    privacy: PrivacyRecipe, counted: Sequence[str], user: str | None, quantiles: tuple[float, float]
 ) -> None:
-    """Raise UserError for settings that cannot be carried out."""
+    """Raise UserError for settings that are not supported."""
     if not counted:
         raise UserError(f"{_CONTEXT}: columns: must name a column of numbers, got none")
     if privacy.noise_multiplier == 0:
@@ -460,8 +457,8 @@ def _check(
         )
     if (privacy.unit == "user") != (user is not None):
         raise UserError(
-            f"{_CONTEXT}: user: must be given with privacy.unit: user, the column of the users, "
-            "and left out without it"
+            f"{_CONTEXT}: user: must be the column of the users with privacy.unit: user, and left "
+            "out without it"
         )
     low, high = quantiles
     if not 0 <= low < high <= 1:
@@ -471,7 +468,7 @@ def _check(
 def _read(
     data: Any, rules: Mapping[str, ColumnPreprocessing], user: str | None
 ) -> tuple[np.ndarray, list[object]]:
-    """Return the numbers of a table's columns, (N, columns) with NaN where missing, and users."""
+    """Return the numbers of a table's columns, (N, columns), NaN if missing, and the users."""
     file = as_table_file(data)
     parts, users = [], []
     for first, table in file.rows([*rules, *([] if user is None else [user])]):
@@ -489,7 +486,7 @@ def _read(
                 raise file.error("must name the user of each record", first + unknown[0], user)
             users += named
     if not parts:
-        raise file.error("must hold one record at least, got no records")
+        raise file.error("must have at least one record, got none")
     return np.concatenate(parts), users
 
 

@@ -1,8 +1,8 @@
 """Recognize weights that earlier runs trained, wherever a model got them from.
 
-A module that dpdist trained carries a mark, which deep copies keep. A state dict carries none, so
-each run keeps a digest of every tensor that it trained. Weights that were changed, or come from a
-folder that is not beside the new run, are not recognized: the card assumes that there are none.
+A module that dpdist trained has a mark, which deep copies keep. A state dict has none, so each run
+keeps a digest of every tensor that it trained. Weights that were changed, or come from a folder
+that is not next to the new run, are not recognized: the card assumes that there are none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TENSORS = "trained-tensors.json"  # in the folder of a run's model
 def trained_digests(model: nn.Module) -> list[str]:
     """Return a digest of each tensor that a training changes, of its type, shape and values.
 
-    A tensor of equal numbers is left out: another network may begin with the same.
+    A tensor of equal numbers is left out: a different network may start with the same.
     """
     found = set()
     for tensor in (each.detach() for each in model.parameters() if each.requires_grad):
@@ -49,14 +49,14 @@ def write_trained(model: nn.Module, folder: Path) -> None:
 
 
 def mark_trained(model: nn.Module, run: Path) -> None:
-    """Say on a model, and on its parts with trained parameters, which run trained it."""
+    """Mark a model, and its parts with trained parameters, as trained by this run."""
     for module in model.modules():
         if any(parameter.requires_grad for parameter in module.parameters()):
             vars(module)[TRAINED_BY] = str(run.resolve())
 
 
 def trained_by(model: nn.Module) -> list[str]:
-    """Return the runs and releases that a model's modules say they were trained by."""
+    """Return the runs and releases by which a model's modules are marked as trained."""
     found = (vars(module).get(TRAINED_BY) for module in model.modules())
     places = [str(each) for each in found if each]
     loaded = Path(str(getattr(model, "name_or_path", "") or "nowhere")).resolve()
@@ -73,14 +73,14 @@ def origins(
     live: dict[Path, nn.Module],
     named: Iterable[Path],
 ) -> list[set[Path]]:
-    """Return for each part of a model that runs are known to have trained, which ones may have.
+    """Return, for each part of a model that runs are known to have trained, which runs may have.
 
     Args:
-        named: folders that the script names; what is in a release of these is left out.
-        model: of a run that is about to begin.
-        run: its folder; the runs beside it are asked, and those beside its search.
+        model: of a run that is about to start.
+        run: its folder; the runs next to it are searched, and those next to its search.
         others: folders of further runs, which this process trained.
         live: models that this process trains now, by their runs' folders.
+        named: folders that the script names; tensors of a release of these are left out.
     """
     found = [{Path(place)} for place in trained_by(model)]
     around = [each.path.resolve().parent for each in (run, run.parent_run) if each is not None]
@@ -116,13 +116,13 @@ def check_first_weights(
     named: Iterable[str],
     pairs: bool,
 ) -> None:
-    """Raise UserError for weights that a run trained which the card of this one would not name.
+    """Raise UserError for weights from a run that the new run's card would not name.
 
     Args:
-        model: of a run that is about to begin.
+        model: of a run that is about to start.
         run: its folder.
-        live: models that this process trained or trains, by their runs' folders; None where only
-            the folder is left.
+        live: models that this process trained or trains, by their runs' folders; None if only the
+            folder is left.
         named: the folders that the script names with began_with.
         pairs: the records are pairs of answers, whose reference must be public.
     """
@@ -140,8 +140,8 @@ def check_first_weights(
                 "the public base"
             )
         raise UserError(
-            "model: must hold no weights that another run trained, unless it is named, got "
-            f"some of {min(places)}: give began_with={str(min(places))!r}, and the guarantee "
-            "covers both, or build the model anew from public weights",
+            "model: must hold no weights that another run trained, unless it is named, got some of "
+            f"{min(places)}: give began_with={str(min(places))!r}, and the guarantee covers both, "
+            "or build the model from public weights",
             see="how-to/own-loop.md#stages",
         )

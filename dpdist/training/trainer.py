@@ -40,15 +40,16 @@ from dpdist.training.monitoring import (
     WorkerChangeReporter,
     is_stop_requested,
     stopped_between_steps,
+    write_summary,
 )
 from dpdist.training.records import training_records
 
 ProgressCallback = Callable[[int, int, float], None]  # done, total, per second
-_SHUTDOWN_SECONDS = 5.0  # that workers of a command which was killed may live on
+_SHUTDOWN_SECONDS = 5.0  # in which the workers of a killed command end
 
 
 class RunBusy(ClusterError):
-    """Another process is training the run."""
+    """A different process is training the run."""
 
 
 def train(
@@ -147,7 +148,7 @@ def _budget_charged(job: TrainJob) -> AbstractContextManager[None]:
 
 
 def place_training(job: TrainJob, executor: Executor) -> Executor:
-    """Return where a training runs: a small one of one worker, without GPUs, in this process."""
+    """Return where a training runs: in this process if it is small, of one worker without GPUs."""
     plan, resources = job.plan, job.recipe.resources
     examples = plan.steps * plan.max_expected_batch if plan.steps else 0.0
     alone = resources.max_workers == 1 and not resources.gpus_per_worker
@@ -156,7 +157,7 @@ def place_training(job: TrainJob, executor: Executor) -> Executor:
 
 @dataclass(frozen=True)
 class _TrainingDriver:
-    """A training in the hands of the driver (`dpdist.methods.base.TrainingDriver`)."""
+    """Train by an executor (`dpdist.methods.base.TrainingDriver`)."""
 
     job: TrainJob
     executor: Executor
@@ -181,8 +182,6 @@ class _TrainingDriver:
         return release_once(self.job, private_source, draw)
 
     def write_summary(self) -> None:
-        from dpdist.training.monitoring import write_summary
-
         job = self.job
         with Ledger.open(job.folder.ledger, job.plan.fingerprint()) as ledger:
             verify_ledger(job.folder, job.plan, ledger)
@@ -203,7 +202,7 @@ def fit(
         job: from `dpdist.training.job.prepare`.
         executor: where its workers and teachers run.
         max_failures: restarts by Ray; None for resources.max_failures.
-        stop_after: pause after so many steps.
+        stop_after: number of steps after which to pause.
 
     Raises:
         UserError: the run cannot be trained here. In this process other errors are raised as they
@@ -267,7 +266,7 @@ def _fit_in_process(job: TrainJob, executor: Executor) -> None:
         except Exception as error:
             if is_disk_full(error):
                 raise _disk_full_error(error) from error
-            # A restart mends a conflict, by the new epoch; of a ledger nothing else.
+            # A restart fixes only a conflict, by the new epoch, of a ledger's errors.
             if isinstance(error, LedgerError) and not isinstance(error, ReplayConflict):
                 raise UserError(str(error)) from error
             if not left:
@@ -275,7 +274,7 @@ def _fit_in_process(job: TrainJob, executor: Executor) -> None:
 
 
 def _check_not_running(folder: RunFolder) -> None:
-    """Raise RunBusy where another process holds the run's ledger."""
+    """Raise RunBusy if another process holds the run's ledger."""
     try:
         wait_until_unlocked(folder.ledger, _SHUTDOWN_SECONDS)
     except JournalBusy:
@@ -288,9 +287,9 @@ def _check_not_running(folder: RunFolder) -> None:
 def _training_error(folder: RunFolder, message: str, restarts: int) -> ClusterError:
     """Return the error to raise for workers that failed for good."""
     try:
-        _check_not_running(folder)  # it may have come first since `train` looked
+        _check_not_running(folder)  # another process may have started since `train` checked
     except RunBusy as busy:
-        return busy  # and nothing is left in the other's folder
+        return busy  # without a file in the other process's folder
     write_atomic(folder.errors, message)
     return ClusterError(
         f"training failed {restarts + 1} times; the same command continues it from its last "
@@ -300,7 +299,7 @@ def _training_error(folder: RunFolder, message: str, restarts: int) -> ClusterEr
 
 
 def _worker_error(folder: RunFolder) -> UserError:
-    """Return the error that a worker left for the driver; it names only the file on a full disk."""
+    """Return the error in the file that a worker wrote; an empty file means a full disk."""
     said = json.loads(folder.failure.read_text() or "{}")
     if said and not said["full"]:
         return UserError(said["error"])

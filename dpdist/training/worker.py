@@ -6,11 +6,11 @@ noise and step count come from the plan and nowhere else.
 
 Before a step is released, worker 0 asks the archive for permission through a file of the run
 folder, so that a lost run folder cannot hide releases (`dpdist.runs.archive` explains it). The
-replay fingerprint lists all that can change a step's floating-point sum, or its noise. It is made
-of the executed state, never of a file's text, and kept in the ledger: after any edit of a run
-folder or a copy of it, another sum begins a new attempt, under keys of its own. Tensors that the
-run's method makes once, before the first step, are made by worker 0 and read by the others, so
-that all workers and all restarts train under the same ones.
+replay fingerprint lists everything that can change a step's floating-point sum or its noise. It is
+computed from the executed state, never from a file's text, and kept in the ledger: after any edit
+of a run folder or a copy of it, a different sum starts a new attempt, under its own keys. Worker 0
+computes the tensors that the run's method needs once, before the first step, and the others read
+them, so that all workers and all restarts train under the same ones.
 """
 
 from __future__ import annotations
@@ -51,12 +51,7 @@ from dpdist.training.canaries import build_canaries
 from dpdist.training.collectives import FlatOptimizer, MissingRank, Reducer, flat_views
 from dpdist.training.job import PACKAGES, RESTORE_HINT, TrainJob
 from dpdist.training.loop import Loop
-from dpdist.training.model_setup import (
-    build_engine,
-    initial_model,
-    model_spec,
-    public_probe,
-)
+from dpdist.training.model_setup import build_engine, initial_model, model_spec, public_probe
 from dpdist.training.monitoring import InterruptionWatch, StepMetrics
 from dpdist.training.private_step import PrivateStep, build_shards, check_clip
 from dpdist.training.records import method_public_records
@@ -71,20 +66,19 @@ _POLL = 0.05
 
 
 class PermitGate:
-    """Passes at once in a run whose private state is not archived."""
+    """Let steps wait for the archive's permission; without an archived private state, never."""
 
     def __init__(self, folder: RunFolder, epoch: int | None, start: int, total: int) -> None:
         self._enabled = (
             folder.archive.exists() and read_json(folder.archive, {"private": bool})["private"]
         )
         self._folder, self._epoch, self._total = folder, epoch or 0, total
-        self._granted = start  # the first step without leave
+        self._granted = start  # the first step without permission
         self._next_request_step = start  # where to ask again
         self._last_request = (time.monotonic(), start)
 
     def wait(self, step: int) -> None:
-        """Return when `step` may be released. Raises ClusterError when no answer comes in 30
-        minutes."""
+        """Return once `step` may be released. Raises ClusterError after 30 minutes."""
         if not self._enabled:
             return
         if step >= self._next_request_step:
@@ -101,14 +95,14 @@ class PermitGate:
             time.sleep(_POLL)
 
     def _ask(self, step: int) -> None:
-        """For the steps of the next minute, half a minute before they are needed."""
+        """Ask for the steps of the next minute, half a minute before they are needed."""
         now = time.monotonic()
         since, before = self._last_request
         pace = (step - before) / max(now - since, 1e-9)
         steps = min(step + max(_AHEAD_STEPS, int(_AHEAD_SECONDS * pace)), self._total)
         earlier = read_permit(self._folder.permit_request)
         if earlier is not None and earlier.epoch == self._epoch:
-            steps = max(steps, earlier.steps)  # leave that was given stays given
+            steps = max(steps, earlier.steps)  # a granted permission stays granted
         wanted = Permit(epoch=self._epoch, step=step, steps=steps)
         write_json(self._folder.permit_request, wanted.model_dump())
         self._last_request = (now, step)
@@ -119,27 +113,29 @@ class PermitGate:
 
 
 def _device(device: torch.device) -> str:
-    """What kind of device it is."""
+    """Return the kind of a device, for CUDA with its name."""
     named = device.type == "cuda"
     return f"{device.type}/{torch.cuda.get_device_name(device)}" if named else device.type
 
 
 def recipe_digest(recipe: Recipe) -> str:
-    """Return a digest of all in a recipe that its sums depend on, and of a user's own code in it:
-    the modules of the model's factory, the method's class and the loss, as `factory_code` covers
-    them."""
+    """Return a digest of everything in a recipe that its sums depend on.
+
+    That includes the user's own code: the modules of the model's factory, the method's class and
+    the loss, as `factory_code` covers them.
+    """
     named = {name: source_digests(name) for name in _own_code(recipe)}
     return _digest([recipe.experiment_settings, named])
 
 
 def require_current_code(recipe: Recipe, context: object) -> None:
-    """Raise UserError where a user's own code was edited since this process imported it."""
+    """Raise UserError if the user's own code was edited since this process imported it."""
     for name in _own_code(recipe):
         require_current_sources(name, context)
 
 
 def _own_code(recipe: Recipe) -> list[str]:
-    """Return what a recipe names of a user's own code."""
+    """Return the names in a recipe of the user's own code."""
     given = recipe.model.name, recipe.method.name, recipe.training.loss
     return [name for name in given if ":" in name]
 
@@ -152,12 +148,11 @@ def _digest(value: Any) -> str:
 def replay_fingerprint(
     job: TrainJob, reducer: Reducer, data_fingerprint: str, model_digest: str
 ) -> dict[str, str]:
-    """Return what a sum depends on, by name: a change of any starts a new attempt epoch, under keys
-    of its own.
+    """Return what a sum depends on, by name; a change of any starts a new attempt, with new keys.
 
     data_fingerprint: fingerprint of the records. model_digest: digest of the model before its first
-    step, public weights and frozen parts included. Raises UserError where workers would make the
-    noise on devices of several kinds.
+    step, public weights and frozen parts included. Raises UserError if workers would draw noise on
+    devices of several kinds.
     """
     resources, kind = job.recipe.resources, _device(reducer.device)
     machine = f"{platform.machine()}/{torch.backends.cpu.get_cpu_capability()}/{kind}"
@@ -165,7 +160,7 @@ def replay_fingerprint(
     if resources.noise == "device" and len(kinds := set(reducer.all_gather_text(kind))) > 1:
         raise UserError(
             f"resources.noise: must be host with workers on {' and '.join(sorted(kinds))}: two "
-            "kinds of device may make noise that differs in its last bits"
+            "kinds of device may draw noise that differs in its last bits"
         )
     return {
         "key": key_id(job.folder.read_run_key()),
@@ -184,23 +179,19 @@ def replay_fingerprint(
     }
 
 
-# --- tensors made once by the method ----------------------------------------------------------
+# --- tensors that the method computes once ----------------------------------------------------
 
 
 def ensure_method_state(job: TrainJob, spec: ModelSpec) -> bool:
-    """Make what the method makes once, unless it is there (worker 0). Whether there is any."""
+    """Write the method's tensors unless they exist (worker 0), and return whether there are any."""
     recipe, path = job.recipe, job.folder.method_state
     if not path.exists():
         fixed = recipe.privacy.run_key is not None
         key = job.folder.read_run_key() if fixed else new_run_key()
-
-        def initial() -> nn.Module:
-            return initial_model(recipe, spec)
-
         setup = MethodSetup(
             recipe,
             spec,
-            initial,
+            partial(initial_model, recipe, spec),
             job.records_without_canaries(),
             method_public_records(recipe),
             key,
@@ -216,7 +207,7 @@ def ensure_method_state(job: TrainJob, spec: ModelSpec) -> bool:
 
 
 def read_method_state(folder: RunFolder) -> dict[str, Tensor]:
-    """The tensors by name."""
+    """Return the method's tensors, by name."""
     try:
         return load_tensors(read_bytes(folder.method_state))
     except SafetensorError as error:
@@ -224,7 +215,7 @@ def read_method_state(folder: RunFolder) -> dict[str, Tensor]:
 
 
 def method_state_digest(state: MethodState) -> str:
-    """Names the tensors: part of what may not change under one attempt."""
+    """Return a digest of the method's tensors, which must not change within an attempt."""
     hashed = hashlib.blake2b(digest_size=8)
     for name in sorted(state.tensors):
         hashed.update(state.tensors[name].numpy().tobytes())
@@ -234,16 +225,16 @@ def method_state_digest(state: MethodState) -> str:
 # --- attempts ---------------------------------------------------------------------------------
 
 
-# of an attempt's identity: what shapes noise that is drawn once
+# Parts of an attempt's identity on which noise depends that is drawn once.
 _ONE_TIME_NOISE_INPUTS = ("data", "recipe")
 
 
 @dataclass
 class Attempt:
-    """One process's part of a run, as the ledger knows it.
+    """One process's part of a run, as the ledger records it.
 
-    label: in all keys of its new steps. announced: the steps that are replayed, as first step, end
-    and label of each run of them. ledger: worker 0's.
+    label: in all keys of its new steps. announced: the replayed steps, as (first step, end, label).
+    ledger: worker 0's.
     """
 
     label: str
@@ -254,15 +245,15 @@ class Attempt:
     def open_ledger(
         cls, job: TrainJob, stack: ExitStack, identity: dict[str, str], newest: int
     ) -> Ledger:
-        """Return the ledger with this attempt on record, which stays open until `stack` closes.
+        """Return the open ledger with this attempt on record.
 
-        An attempt continues the last one where nothing differs from it.
+        An attempt continues the last one if their identities are equal.
 
         Args:
             job: of the run.
             stack: closes the ledger.
-            identity: all that a sum depends on, by name (`replay_fingerprint`).
-            newest: steps that were taken before it, by the newest checkpoint.
+            identity: everything that a sum depends on, by name (`replay_fingerprint`).
+            newest: number of steps before the newest checkpoint.
         """
         ledger = stack.enter_context(Ledger.open(job.folder.ledger, job.plan.fingerprint()))
         verify_ledger(job.folder, job.plan, ledger)
@@ -286,15 +277,15 @@ class Attempt:
                 _label(job, ledger, ledger.nonce),
                 [(first, end, _label(job, ledger, nonce)) for first, end, nonce in replayed],
             )
-        # Nobody passes before worker 0 holds the ledger: an older attempt writes no more.
+        # No worker passes before worker 0 holds the ledger, so an older attempt cannot write.
         label, announced = json.loads(reducer.all_gather_text(json.dumps(told))[0])
         return cls(label, announced, ledger)
 
     def records_key(self, job: TrainJob, reducer: Reducer, key: bytes) -> bytes:
         """Return the key of noise that is drawn once for each record, in the first attempt.
 
-        Raises UserError where that attempt saw other records, or another recipe: the same noise
-        would be added to something else.
+        Raises UserError if that attempt had different records or a different recipe: the same noise
+        would be added to different values.
         """
         label = ""
         if self.ledger is not None:
@@ -318,23 +309,24 @@ class Attempt:
 
 
 def _label(job: TrainJob, ledger: Ledger, nonce: str) -> str:
-    """Return the current attempt's label in keys. A fixed key is for tests, which want the same
-    run again: no nonce then."""
+    """Return the current attempt's label in keys; without a nonce for a fixed key, as in tests."""
     return f"{ledger.epoch}/{nonce if job.recipe.privacy.run_key is None else ''}"
 
 
 def _check_ceiling(job: TrainJob, ledger: Ledger, newest: int, mine: dict[str, str]) -> None:
-    """Raise UserError, before anything is on record, where a budget's ceiling, which has room
-    for the plan, has none reserved for what this attempt would release again."""
+    """Raise UserError if a budget's ceiling has no room for steps that would be released again.
+
+    Room is reserved only for the plan. Nothing is on record yet.
+    """
     again = ledger.count_repeated_steps(newest, mine)
     if again and job.recipe.privacy.budget_ceiling is not None:
         before = ledger.attempts[-1]["identity"]
         other = sorted(name for name in mine | before if before.get(name) != mine.get(name))
-        why = f"with another {', '.join(other)} than before " if other else ""
+        why = f"with a different {', '.join(other)} than before " if other else ""
         raise UserError(
             f"{again} steps on record would be released again, {why}and privacy.budget_ceiling "
-            "has no room reserved for it: go on with the workers and machines as they were, or "
-            "begin a new run under another --name",
+            "has no room reserved for it: continue with the workers and machines as they were, or "
+            "start a new run under another --name",
             see="explanation/privacy.md#what-a-run-really-released",
         )
 
@@ -348,7 +340,7 @@ def train_worker(config: dict[str, Any], place: WorkerPlace) -> None:
     Args:
         config: "job", and "until", a step to pause at or None.
         place: rank, world size and device. In the driver's process errors are raised; elsewhere
-            those that a restart would only repeat are left for the driver, which stops.
+            errors that a restart would only repeat are written to a file, and the driver stops.
     """
     job: TrainJob = config["job"]
     if place.in_process:
@@ -367,14 +359,14 @@ def train_worker(config: dict[str, Any], place: WorkerPlace) -> None:
         init_process_group(reducer)
         run_training(job, reducer, config.get("until"), place.host_leaves)
     except (ReplayConflict, JournalBusy):
-        raise  # mended by a restart: it takes the new epoch, or finds the old attempt gone
+        raise  # a restart fixes it: it takes the new epoch, or the old attempt has ended
     except (UserError, ClusterError, LedgerError, OSError) as error:
         if isinstance(error, OSError) and not is_disk_full(error):
             raise
-        # A restart would only repeat it: leave word for the driver, which stops.
+        # A restart would only repeat it: the driver reads this file, and stops.
         try:
-            word = {"worker": rank, "error": str(error), "full": is_disk_full(error)}
-            write_json(job.folder.failure, word)
+            told = {"worker": rank, "error": str(error), "full": is_disk_full(error)}
+            write_json(job.folder.failure, told)
         except OSError:
             job.folder.failure.touch()  # a full disk has room for that
     finally:
@@ -389,11 +381,12 @@ def run_training(
 ) -> None:
     """Train to the end of the plan, from the newest checkpoint if there is one.
 
-    Return after a checkpoint where a host is taken away or the driver asks for it; the file
+    Return after a checkpoint if a host is taken away or the driver asks for it; the file
     `interruption` then says so.
 
     Args:
-        stop_after: pause after so many steps; the model so far is saved, and the next call goes on.
+        stop_after: number of steps after which to pause; the model so far is saved, and the next
+            call continues.
         host_leaves: asks Ray (`dpdist.cluster.work.WorkerPlace`).
     """
     with ExitStack() as stack:
@@ -409,7 +402,7 @@ def run_training(
 
 
 def _take_step(loop: Loop, learner: RecipeLearner, watch: InterruptionWatch) -> bool:
-    """Take a step, and a checkpoint where one is due. Return whether the workers go on."""
+    """Take a step, write a checkpoint if one is due, and return whether the workers continue."""
     due = learner.is_due(loop)
     flag = loop.step.reducer.rank == 0 and (due or watch.is_due())
     _, flagged = loop.take(flag)
@@ -418,7 +411,7 @@ def _take_step(loop: Loop, learner: RecipeLearner, watch: InterruptionWatch) -> 
     kept = loop.kept
     if save_now or end_now or last:
         loop.save()
-    if end_now and not last:  # of which a restart repeats no step
+    if end_now and not last:
         loop.pause()
         if loop.step.ledger is not None:
             saved = {"step": loop.done, "saved": loop.done - kept}  # steps that need no repetition
@@ -430,10 +423,10 @@ def _take_step(loop: Loop, learner: RecipeLearner, watch: InterruptionWatch) -> 
 def restore(
     job: TrainJob, reducer: Reducer, stack: ExitStack, until: int | None = None
 ) -> tuple[Loop, RecipeLearner]:
-    """Return a training as it stands after its newest checkpoint, ready for the next step.
+    """Return a training as it is after its newest checkpoint, ready for the next step.
 
-    Build model and engine, check both on nothing private, begin an attempt in the ledger, which
-    stays open until `stack` closes, and take over the checkpoint's state.
+    Build model and engine, check both on public examples, begin an attempt in the ledger, which
+    stays open until `stack` closes, and load the checkpoint's state.
 
     Raises:
         UserError: the records are not the plan's, or the model cannot be trained on them.
@@ -450,13 +443,12 @@ def restore(
     model = initial_model(recipe, spec).to(reducer.device)
     screened = job.screened == model_setup.screening_digest(recipe, model)
     engine, task = build_engine(recipe, model, plan), execution.task()
-    own = recipe.method.capabilities.takes_gradient_steps  # else its sums have bounds of their own
+    own = recipe.method.capabilities.takes_gradient_steps  # else the method bounds its sums itself
     check_clip(engine, plan.clip_norm, plan.max_expected_batch if own else 0.0)
     flat = flat_views(engine.parameters)
-    made = ensure_method_state(job, spec) if reducer.rank == 0 else False
-    tensors = (
-        read_method_state(folder) if reducer.all_gather_text("made" if made else "")[0] else {}
-    )
+    made = reducer.rank == 0 and ensure_method_state(job, spec)
+    exists = reducer.all_gather_text("made" if made else "")[0]
+    tensors = read_method_state(folder) if exists else {}
     fixed = MethodState(model, tensors, derive_key(key, "hidden"))
     constrain = execution.project_parameters(model)
     constrain()
@@ -468,8 +460,7 @@ def restore(
     canaries = build_canaries(records, run_key, plan, engine.size)
     reproducible = recipe.training.reproducible
     shards = build_shards(len(records), plan.records, reducer, reproducible, nominal=plan.nominal)
-    # on nothing private, before anything is on record
-    if own:
+    if own:  # before anything is on record
         rate = optimizer.learning_rate(0)
         engine.perturbation = execution.perturbation(plan.step(0), rate, fixed)
         model_setup.validate_on_public_examples(engine, task, job.source, screened)
@@ -500,27 +491,25 @@ def restore(
     examples = partial(
         model_setup.public_examples_of_task, engine, task, job.source, model_setup.MEASURED
     )
-    loop = Loop(
-        job, step, learner, start=start, last=until, examples=examples if own else None
-    )  # fmt: skip
+    loop = Loop(job, step, learner, start=start, last=until, examples=examples if own else None)
     return loop, learner
 
 
-_PROBED_STEPS = 25  # from one look at public inputs to the next
+_PROBED_STEPS = 25  # between two checks of the logits for public inputs
 
 
 class RecipeLearner:
-    """A recipe's model, whose optimizer dpdist made: `dpdist.training.loop.Learner`.
+    """Train a recipe's model by dpdist's own optimizer: `dpdist.training.loop.Learner`.
 
     Args:
-        given: what a method's own steps are made of; the model among it.
+        given: the inputs of a method's own steps, among them the model.
         flat: all trained parameters, of which the model's are views.
         optimizer: changes them.
         constrain: the method's, called after every update.
         reducer: of this worker.
         spec: the description of the model, before the method finalizes it.
-        probe: public inputs, whose logits are finite as long as training does not diverge.
-        slots: tensors that a checkpoint keeps, besides those of optimizer and method.
+        probe: public inputs, whose logits are finite unless training diverges.
+        slots: further tensors that a checkpoint keeps, besides those of optimizer and method.
     """
 
     def __init__(
@@ -548,11 +537,11 @@ class RecipeLearner:
 
     @property
     def _slots(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps besides the parameters."""
+        """Return the tensors that a checkpoint keeps besides the parameters, by name."""
         return {**self.optimizer.slots, **self._kept, **self.given.canaries.checkpoint_slots}
 
     def restore(self, folder: RunFolder) -> int:
-        """Take over the newest checkpoint: the steps taken before it."""
+        """Load the newest checkpoint, and return the number of steps before it."""
         state, start = checkpoint.load_latest(folder.checkpoints), 0
         if state is not None:
             start = state.step
@@ -566,7 +555,7 @@ class RecipeLearner:
         return start
 
     def _all_equal(self, done: int) -> bool:
-        """Return whether all workers hold the same parameters after so many steps."""
+        """Return whether all workers have the same parameters after `done` steps."""
         if self._reducer.world_size == 1:
             return True
         told = f"{done} {checkpoint.tensors_digest({'parameters': self.flat})}"
@@ -599,12 +588,12 @@ class RecipeLearner:
         return step.gradient(number, step_plan, flag)
 
     def update(self, released: Tensor, number: int) -> None:
-        """Let the optimizer take its step, and the method constrain what it made."""
+        """Let the optimizer take its step, and the method constrain the parameters."""
         gradient = released if self._own is None else self._own.update(number, released)
         if gradient is None:  # the method set the parameters: those of worker 0 count
-            buffer = self.flat.double() if self._reducer.rank == 0 else torch.zeros_like(
-                self.flat, dtype=torch.float64
-            )  # fmt: skip
+            buffer = self.flat.double()
+            if self._reducer.rank != 0:
+                buffer.zero_()
             self._reducer.all_reduce(buffer)
             self.flat.copy_(buffer)
         else:
@@ -612,8 +601,8 @@ class RecipeLearner:
             self._constrain()
 
     def not_finite(self, number: int, last: bool) -> str:
-        """Return which numbers are not finite after a step, with a verb."""
-        if not torch.stack(self.flat.aminmax()).isfinite().all():  # NaN is both; no vector is made
+        """Return which numbers are not finite after a step, with a verb; "" if all are."""
+        if not torch.stack(self.flat.aminmax()).isfinite().all():  # NaN is minimum and maximum
             return "the parameters are"
         if last or number % _PROBED_STEPS == 0:
             with torch.no_grad():
@@ -622,16 +611,16 @@ class RecipeLearner:
         return ""
 
     def check_same(self, done: int) -> None:
-        """Raise MissingRank unless all workers hold the same parameters."""
+        """Raise MissingRank unless all workers have the same parameters."""
         if not self._all_equal(done):
             raise MissingRank(f"the workers' parameters differ after step {done - 1}")
 
     def state(self, done: int) -> checkpoint.TrainState:
-        """Return what a checkpoint keeps."""
+        """Return the state that a checkpoint keeps."""
         return checkpoint.TrainState(done, self.flat, self._slots)
 
     def finished(self, whole: bool) -> ModelSpec:
-        """Publish the average where there is one; finalize the model by its method."""
+        """Publish the average if there is one, and return the spec of the finalized model."""
         self.flat[:] = self.optimizer.published_parameters(self.flat)
         if whole:
             self.measure("after")

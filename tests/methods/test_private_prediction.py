@@ -206,13 +206,13 @@ def test_a_run_answers_and_then_no_more(here: Any, tmp_path: Path) -> None:
     assert first.code == 0 and "1 answers are left" in first.err, first.err
     again = here("predict", "x", "1.npy", "0.npy")  # the same answers, for nothing
     assert again.out.splitlines() == first.out.splitlines()[::-1] and "1 answers" in again.err
-    one_line(here("predict", "x", "2.npy", "3.npy"), "1 of 6 answers are left, 2 would be needed")
+    one_line(here("predict", "x", "2.npy", "3.npy"), "1 of 6 answers are left")
     assert read_verified_ledger(folder).ledger.num_queries == 5  # nothing was asked
     last = here("predict", "x", "2.npy", "2.npy", "--json")
     told = [json.loads(line) for line in last.out.splitlines()]
     assert told[0] == told[1] and len(told[0]["scores"]) == 10
     assert told[0]["label"] == int(np.argmax(told[0]["scores"]))
-    one_line(here("predict", "x", "4.npy"), "0 of 6 answers are left, 1 would be needed")
+    one_line(here("predict", "x", "4.npy"), "0 of 6 answers are left")
     assert here("predict", "x", "0.npy").code == 0
     # The same command finds everything done; epsilon is that of all six, whenever it is asked.
     assert here("run", "x.yaml").code == 0

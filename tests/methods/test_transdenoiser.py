@@ -325,7 +325,7 @@ def test_full_adds_the_noise_it_says(activation, steep, least):
 def test_somebody_must_say_what_the_classifier_saw(public, tmp_path):
     copy = shutil.copytree(public, tmp_path / "copy")
     (copy / PROVENANCE_FILE).unlink()
-    with pytest.raises(UserError, match="nothing says what it was trained on"):
+    with pytest.raises(UserError, match="pretraining_data"):
         prepare(parse_recipe(raw(copy), "test"), RunFolder(tmp_path / "a"), "test")
     described = raw(copy)
     described["model"]["classifier"] = {
@@ -358,7 +358,7 @@ def test_a_released_classifier_brings_its_card(public, tmp_path):
         prepare(parse_recipe(raw(copy), "test"), RunFolder(tmp_path / "other"), "test")
     del card["extra"]["model hash"]
     (copy / "privacy_card.json").write_text(json.dumps(card))
-    with pytest.raises(UserError, match=r"not the one that privacy_card\.json speaks of"):
+    with pytest.raises(UserError, match=r"privacy_card\.json"):
         prepare(parse_recipe(raw(copy), "test"), RunFolder(tmp_path / "other"), "test")
 
 
@@ -371,7 +371,7 @@ def test_the_classifier_may_not_change_under_a_run(public, tmp_path):
     with torch.no_grad():
         next(module.parameters()).add_(1)
     models.save(module, spec, copy)
-    with pytest.raises(UserError, match=r"the model is not the one that provenance\.json speaks"):
+    with pytest.raises(UserError, match=r"provenance\.json"):
         prepare(recipe, folder, "test")
     written = json.loads((copy / PROVENANCE_FILE).read_text())
     written["model"] = models.model_hash(copy)
@@ -392,7 +392,7 @@ def test_a_denoiser_does_not_move_before_a_classifier_that_saw_its_records(publi
     assert not (tmp_path / "moved").exists()
     plain = raw(public, method="dp-sgd", model={"name": "small-cnn"}, public=None)
     train(plain, RunFolder(tmp_path / "plain"))
-    with pytest.raises(UserError, match="no denoiser before a classifier"):
+    with pytest.raises(UserError, match="denoiser before a classifier"):
         join_parts(
             RunFolder(tmp_path / "plain"), "classifier", public, RunFolder(tmp_path / "moved")
         )

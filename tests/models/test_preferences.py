@@ -278,7 +278,7 @@ def test_a_reference_answers_without_dropout():
 
 
 def test_a_reference_that_is_known_to_be_trained_on_records_is_refused(tmp_path):
-    rows, said = rows_of(), "reference must be public, got one that .* trained: epsilon of a rel"
+    rows, said = rows_of(), "reference must be public"
     (tmp_path / "release").mkdir()
     lm.save_model(tmp_path / "release" / "merged")
     loaded = lm.transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "release" / "merged")

@@ -219,9 +219,7 @@ def saved_base(folder, **more):
 def test_a_base_from_a_folder(root, tmp_path):
     weights = saved_base(tmp_path / "bert")
     asked = {"options": {"adapter": LORA}, "initial": {"folder": str(tmp_path / "bert")}}
-    with pytest.raises(
-        UserError, match=r"nothing says what it was trained on; .*initial\.pretraining_data"
-    ):
+    with pytest.raises(UserError, match=r"initial\.pretraining_data"):
         prepare(recipe_of(root, model=asked), RunFolder(tmp_path / "a"), "test")
     asked["initial"]["pretraining_data"] = "old letters"
     recipe, folder = recipe_of(root, model=asked), RunFolder(tmp_path / "run")

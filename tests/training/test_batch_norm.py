@@ -61,9 +61,9 @@ def test_the_sum_is_autograd_s_gradient_of_the_whole_batch():
 
 def test_no_engine_that_clips_takes_it():
     for clipping in (FlatClipping(1.0), NoClipping()):
-        with pytest.raises(UserError, match="normalizes over the batch"):
+        with pytest.raises(UserError, match="normalizes"):
             GradientEngine(network(), cross_entropy, clipping=clipping)
-    with pytest.raises(UserError, match=r"privacy.clipping: must be none"):
+    with pytest.raises(UserError, match=r"privacy\.clipping"):
         WholeBatchEngine(network(), cross_entropy, clipping=FlatClipping(1.0))
 
 

@@ -107,7 +107,7 @@ def test_workers_that_start_from_different_checkpoints_stop(tmp_path, monkeypatc
         return found
 
     monkeypatch.setattr(checkpoint, "load_latest", stale)
-    with pytest.raises(MissingRank, match="different checkpoints"):
+    with pytest.raises(MissingRank):
         execute(job, 2)
 
 

@@ -129,21 +129,19 @@ def test_counts_of_a_split_of_which_parts_are_left_out_are_proportions(root):
 
 def test_counts_that_are_not_those_of_the_records_are_refused(root):
     for counts in ({"ill": 20, "well": 179}, {"ill": 21, "well": 180}):
-        with pytest.raises(UserError, match=r"class_counts: must add up to the 200 records"):
+        with pytest.raises(UserError, match=r"class_counts: .*200"):
             check_trainable(recipe_of(root, data__class_counts=counts), "test")
     counts = {"ill": 2, "well": 100}
     few = recipe_of(root, data__class_counts=counts, data__private_eval_fraction=0.3)
-    with pytest.raises(
-        UserError, match=r"at least the \d+ records that data.private_eval_fraction"
-    ):
+    with pytest.raises(UserError, match="private_eval_fraction"):
         check_trainable(few, "test")
 
 
 def test_other_class_counts_than_those_of_the_run_are_refused(root):
     recipe = recipe_of(root)
-    with pytest.raises(UserError, match=r"data\.class_sampling: class counts are of all records"):
+    with pytest.raises(UserError, match=r"data\.class_sampling"):
         Poisoning().training_plan(recipe, 200)
-    with pytest.raises(UserError, match=r"data\.class_sampling: class counts are of all records"):
+    with pytest.raises(UserError, match=r"data\.class_sampling"):
         Membership().plan_shadows(recipe, 200)
 
 

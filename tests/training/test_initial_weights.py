@@ -98,14 +98,14 @@ def test_public_records_of_other_classes_teach_all_but_the_head(tmp_path, monkey
     assert spec.classes == 10
     for name in trained:
         assert torch.equal(trained[name], fresh[name]) == name.startswith("5."), name
-    with pytest.raises(UserError, match=r"public\.data: other classes.* 0 of 2 tensors"):
+    with pytest.raises(UserError, match=r"public\.data: .* 0 of 2 "):
         linear = {"name": "linear", "initial": str(tmp_path / "linear")}
         pretrain(parse_recipe(drawn(tmp_path, model=linear), "test"), "test")
 
 
 def test_weights_that_saw_private_records_are_refused(weights, tmp_path):
     recipe = parse_recipe(raw(weights, data={"name": "digits", "public": 0.2}), "test")
-    with pytest.raises(UserError, match=r"private records .* are among the public ones"):
+    with pytest.raises(UserError, match="public ones"):
         prepare(recipe, RunFolder(tmp_path / "run"), "test")
 
 
@@ -136,7 +136,7 @@ def test_public_weights_are_known_by_their_name(tmp_path, monkeypatch):
     (tmp_path / "blob.safetensors").symlink_to(tmp_path / "w" / "deep.safetensors")
     monkeypatch.chdir(tmp_path)
     provenance._check_pretraining_settings(tmp_path, sections[0], "begin")
-    with pytest.raises(UserError, match=r"made with public\.weights: 'blob\.safetensors', the"):
+    with pytest.raises(UserError, match=r"public\.weights"):
         provenance._check_pretraining_settings(tmp_path, sections[1], "begin")
 
 
@@ -144,9 +144,7 @@ def test_weights_that_nobody_vouches_for_are_refused(weights, tmp_path):
     bare = tmp_path / "bare"
     models.save(models.load(weights), models.read_spec(weights), bare)
     recipe = parse_recipe(raw(bare), "test")
-    with pytest.raises(
-        UserError, match=r"nothing says what it was trained on.*model\.initial\.pretraining_data"
-    ):
+    with pytest.raises(UserError, match=r"model\.initial\.pretraining_data"):
         prepare(recipe, RunFolder(tmp_path / "run"), "test")
     declared = raw(bare)
     declared["model"]["initial"] = {"folder": str(bare), "pretraining_data": "a public set"}
@@ -222,15 +220,13 @@ WHITENED = {"name": "pool-cnn", "trained": ["7"],
 def test_what_is_trained_must_be_there_and_the_rest_public(tmp_path):
     pretrain(parse_recipe(transfer(tmp_path / "public"), "test"), "test")
     recipe = parse_recipe(transfer(tmp_path / "public", trained=["head"]), "test")
-    with pytest.raises(
-        UserError, match=r"model\.trained: the model has no module 'head'; it has 0"
-    ):
+    with pytest.raises(UserError, match=r"model\.trained: .*'head'"):
         prepare(recipe, RunFolder(tmp_path / "run"), "test")
-    with pytest.raises(UserError, match=r"model\.trained: needs initial"):
+    with pytest.raises(UserError, match=r"model\.trained"):
         parse_recipe(raw(tmp_path, model={**CNN, "trained": ["5"]}, public=None), "test")
     overlapping = transfer(tmp_path / "other")
     overlapping["public"]["data"]["labels"] = [5, 6]
-    with pytest.raises(UserError, match="are among the public ones"):
+    with pytest.raises(UserError, match="public ones"):
         pretrain(parse_recipe(overlapping, "test"), "test")
 
 

@@ -98,7 +98,7 @@ def test_a_preemption_at_the_last_step_changes_nothing(tmp_path):
 def test_there_is_an_end_to_preemptions(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "MAX_PREEMPTIONS", 2)
     job = prepared(tmp_path, "run")
-    with pytest.raises(ClusterError, match=r"pre-empted 3 times; the same command continues it"):
+    with pytest.raises(ClusterError, match="3 times"):
         trainer.fit(job, Threads(*[1] * STEPS))
     assert [g.step for g in read_groups(job.folder)] == [0, 1, 2]
     trainer.fit(job, Threads())

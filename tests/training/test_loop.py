@@ -92,7 +92,7 @@ def test_reproducible_runs_are_bit_identical(tmp_path):
 
 def test_reproducible_refuses_more_workers_than_shards(tmp_path):
     recipe, folder = make(tmp_path, training__reproducible=True, resources__workers=9)
-    with pytest.raises(UserError, match=r"resources\.workers: must be <= 8"):
+    with pytest.raises(UserError, match=r"resources\.workers"):
         prepare(recipe, folder, "test")
     assert not folder.path.exists()
 
@@ -187,7 +187,7 @@ def test_workers_that_drift_apart_are_noticed(tmp_path, monkeypatch):
             flat[0] += 1e-3
 
     monkeypatch.setattr(worker.FlatOptimizer, "update", drifting)
-    with pytest.raises(MissingRank, match="parameters differ"):
+    with pytest.raises(MissingRank):
         train(*make(tmp_path), 2)
 
 
@@ -332,12 +332,12 @@ def test_a_lost_ledger_is_not_forgotten(tmp_path, monkeypatch):
     train_and_crash(recipe, folder, monkeypatch, 8)
     job = prepare(recipe, folder, "test")
     folder.ledger.unlink()
-    with pytest.raises(LedgerError, match="lacks records that were written to it"):
+    with pytest.raises(LedgerError, match="lacks records"):
         execute(job)
     folder.anchor.unlink()
-    with pytest.raises(LedgerError, match="lacks releases that the checkpoint of step 8"):
+    with pytest.raises(LedgerError, match="lacks releases"):
         execute(job)
-    with pytest.raises(UserError, match="lacks releases that the checkpoint of step 8"):
+    with pytest.raises(UserError, match="lacks releases"):
         train(recipe, folder)
     assert not folder.training_summary.exists()
 
@@ -353,7 +353,7 @@ def test_a_run_is_not_continued_on_other_records(tmp_path):
     prepare(recipe, folder, "test")
     prepare(recipe, folder, "test")
     write_split(tmp_path / "mine", x=digits.data[:400], label=digits.target[1:401])
-    with pytest.raises(UserError, match="mine/train has changed since this run was begun"):
+    with pytest.raises(UserError, match="mine/train"):
         prepare(recipe, folder, "test")
 
 
@@ -364,7 +364,7 @@ def test_the_test_split_is_not_the_private_one(tmp_path):
         "max_train": 30,
     }  # fmt: skip
     recipe, folder = make(tmp_path, data=section, model={"name": "linear"}, training__batch_size=4)
-    with pytest.raises(UserError, match="40 of the 40 private records of mine/train are in"):
+    with pytest.raises(UserError, match="40 of the 40 "):
         prepare(recipe, folder, "test")
     assert not folder.path.exists()
 

@@ -110,7 +110,7 @@ def test_a_card_speaks_of_the_model_that_it_names(root):
     weights = root / "weights"
     save(recipe(root, "own"), weights)
     card(weights, "other", **{"model hash": "ab" * 8})
-    with pytest.raises(UserError, match="not the one that"):
+    with pytest.raises(UserError, match="not the one of"):
         begun(root, weights)
     card(weights, "other", **{"model hash": models.model_hash(weights)})
     found = begun(root, weights)

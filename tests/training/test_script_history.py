@@ -88,7 +88,7 @@ def test_what_is_not_evaluated(tmp_path, data, metric, part):
     training = _training(tmp_path / "run")
     with pytest.raises(dpdist.UserError, match=part):
         training.evaluate(data, metric=metric)
-    with pytest.raises(dpdist.UserError, match="trackers: must be"):
+    with pytest.raises(dpdist.UserError, match="trackers"):
         _training(tmp_path / "run", trackers=["paper:here"])
 
 
@@ -101,7 +101,7 @@ def test_a_search_s_trials_reach_no_tracker(tmp_path):
             folder=config.folder, trackers=["tensorboard"],
         )  # fmt: skip
 
-    with pytest.raises(dpdist.UserError, match="trackers: must be left out"):
+    with pytest.raises(dpdist.UserError, match="trackers"):
         dpdist.tune(
             train, {"lr": {"choice": [0.1, 0.2]}}, data=(INPUTS[:200], LABELS[:200]),
             num_trials={"name": "fixed", "runs": 1}, score={"private_eval_data": PUBLIC},
@@ -129,7 +129,7 @@ def test_plots_draw_into_the_axes_that_they_get(tmp_path):
     assert training.plot("eval_accuracy", "epsilon", ax=axes) is axes
     assert len(axes.lines) == 2 and list(axes.lines[0].get_xdata()) == [1, 2, 3, 4]
     assert list(axes.lines[1].get_ydata())[-1] == pytest.approx(training.plan.guarantee().epsilon)
-    with pytest.raises(dpdist.UserError, match="plot: must be of"):
+    with pytest.raises(dpdist.UserError, match="plot"):
         training.plot("loss", ax=axes)
     model = nn.Linear(4, 2)
     table = dpdist.certify(

@@ -147,7 +147,7 @@ def test_a_call_that_no_release_can_repeat_is_said_before_the_first_step(nets):
         return functional.cross_entropy(outputs, batch["price"], reduction="none")
 
     data = CASES["net"][0]
-    with pytest.warns(UserWarning, match="not released for predictions"):
+    with pytest.warns(UserWarning, match="model: "):
         begin("run", nets.Net(), data=data, loss=loss, **SETTINGS)
 
 

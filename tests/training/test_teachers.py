@@ -210,5 +210,5 @@ def test_another_teacher_than_the_trained_one_is_refused(whole, tmp_path):
     shutil.copytree(whole[0].folder.path, folder.path)
     models = folder.private / "teachers" / "models"
     shutil.copy(models / "0000/model.safetensors", models / "0001/model.safetensors")
-    with pytest.raises(UserError, match="0001: damaged: not the teacher that this run trained"):
+    with pytest.raises(UserError, match="0001"):
         TeacherEnsemble(folder)

@@ -114,7 +114,7 @@ def test_a_place_that_is_gone_is_named_where_it_may_not_be_charged(tmp_path, mon
     ceiling = {"privacy__budget": str(tmp_path / "b"), "privacy__budget_ceiling": 30.0}
     recipe, folder = small(tmp_path, "b", **THERE, **ceiling)
     dying(recipe, folder, monkeypatch, 3)
-    with pytest.raises(UserError, match=r"4 steps on record .* with another noise than before"):
+    with pytest.raises(UserError, match=r"4 steps .*noise"):
         train(*small(tmp_path, "b", **ceiling))
 
 
@@ -138,9 +138,7 @@ def test_devices_of_two_kinds_make_no_noise_together(tmp_path, monkeypatch):
 
     monkeypatch.setattr(worker, "_device", kind)
     recipe, folder = small(tmp_path, "there", **THERE)
-    with pytest.raises(
-        UserError, match="noise: must be host with workers on cuda/A/100 and cuda/H"
-    ):
+    with pytest.raises(UserError, match=r"noise: .*cuda/A/100 and cuda/H"):
         train(recipe, folder, 2)
     assert not folder.ledger.exists()
     train(*small(tmp_path, "here"), 2)
@@ -151,7 +149,7 @@ def test_a_device_that_makes_other_noise_releases_nothing(tmp_path, monkeypatch)
     monkeypatch.setattr(noise, "device_standard_normal", lambda *a: 1.001 * real(*a))
     noise.check_device_noise.cache_clear()
     recipe, folder = small(tmp_path, "run", **THERE)
-    with pytest.raises(UserError, match=r"resources\.noise: must be host"):
+    with pytest.raises(UserError, match=r"resources\.noise"):
         train(recipe, folder)
     assert not folder.ledger.exists()
 

@@ -662,7 +662,7 @@ def test_a_run_that_another_process_trains_is_refused_by_all(tmp_path, pair):
 def test_processes_without_a_group_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match=r"call torch\.distributed\.init_process_group"):
+    with pytest.raises(UserError, match="init_process_group"):
         started(tmp_path / "own")
     assert not (tmp_path / "own").exists()
 

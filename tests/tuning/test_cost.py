@@ -325,7 +325,7 @@ def test_a_plain_base_covers_only_what_can_be_made_from_it():
     assert not maximum.allows(replace(base, phases=(GaussianSteps(101, 2.0, 0.1),)))
     crossing = (GaussianSteps(5, 0.5, 0.02),)  # less delta at small epsilon, more in the tail
     assert not maximum.allows(replace(base, phases=crossing))
-    with pytest.raises(UserError, match="is not begun"):
+    with pytest.raises(UserError, match="trial 3"):
         maximum.check(replace(base, phases=(GaussianSteps(200, 2.0, 0.1),)), "trial 3")
 
 

@@ -110,11 +110,11 @@ def shared(given: tuple[np.ndarray, np.ndarray, list[str]]) -> dpdist.Records:
 
 
 REFUSED = [
-    ({"score": {"private_eval_data": shared(SCORED)}}, "share no unit with data, got 1 in common"),
-    ({"score": {"public": shared(SCORED)}}, "must share no unit with data"),
-    ({"score": {"private_eval_data": SCORED[:2]}}, "must say whom each record belongs to"),
-    ({"data": TRAINED[:2]}, "must say whom each record belongs to"),
-    ({"privacy": {**PERSONS, "budget": "b"}}, "never mixes them with users"),
+    ({"score": {"private_eval_data": shared(SCORED)}}, "score: .*got 1 in common"),
+    ({"score": {"public": shared(SCORED)}}, "unit with data"),
+    ({"score": {"private_eval_data": SCORED[:2]}}, "score: .*unit="),
+    ({"data": TRAINED[:2]}, "data: .*unit="),
+    ({"privacy": {**PERSONS, "budget": "b"}}, "budget"),
 ]
 
 
