@@ -111,11 +111,8 @@ class InputNoiseExecution(Execution[InputNoiseMethod]):
 
     def task(self) -> TrainingObjective:
         """Return the task of classifying, with the term between copies where it has a weight."""
-        from dpdist.gradients.engine import (
-            TrainingObjective,
-            consistency_targets,
-            weighted_cross_entropy,
-        )
+        from dpdist.gradients.engine import TrainingObjective
+        from dpdist.gradients.objective import consistency_targets, weighted_cross_entropy
 
         if not self.method.consistency:
             return TrainingObjective()
