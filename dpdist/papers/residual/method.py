@@ -288,18 +288,17 @@ class ResidualExecution(Execution[ResidualPerturbation]):
 
 
 def _steps_have_no_noise(plan: PrivacyPlan) -> bool:
-    """Whether there are steps, without DP-SGD's noise."""
+    """Return whether there are steps without DP-SGD's noise."""
     return plan.steps > 0 and plan.step(0).noise_multiplier == 0
 
 
 def largest_mean_norm(
     model: nn.Module, location: ModuleNoise, inputs: Tensor, key: bytes, passes: int = _PASSES
 ) -> float:
-    """G on these inputs (B, ...): the largest norm of a block's mean output over its noisy passes.
+    """Return the largest norm of a block's mean output over noisy passes of inputs (B, ...).
 
-    The square of each norm is the product of the means of two halves of the passes, so that what
-    noise leaves in a mean is no part of it. A block's own noise, of mean 0, is left out. passes:
-    even.
+    The square of each norm is the product of the means of two halves of the passes, which removes
+    the noise of a mean. A block's own noise, of mean 0, is not included. passes: even.
     """
     import torch
 

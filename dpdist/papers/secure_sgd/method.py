@@ -203,7 +203,7 @@ class HiddenNoiseMethod(Method):
 
     @final
     def noise_scale(self, inputs: int) -> float:
-        """sigma_r: deviation of the noise on every hidden component, before redistribution.
+        """Return sigma_r, the standard deviation on every hidden component before redistribution.
 
         inputs: numbers in one input; an L-infinity size moves the first layer's output by at most
         sqrt(inputs) times as much as an L2 size.
@@ -292,7 +292,7 @@ class SecureSGD(HiddenNoiseMethod):
     redistribution: Redistribution | None = Redistribution()
 
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:
-        """The moments accountant's epsilon of its DP-SGD steps, and that r costs nothing."""
+        """Return the claim: the moments accountant's epsilon of DP-SGD, with r for free."""
         from dpdist.papers.secure_sgd.claims import secure_sgd_claim
         from dpdist.privacy.claims import Claim
 

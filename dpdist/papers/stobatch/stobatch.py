@@ -51,19 +51,25 @@ class StoBatch(Method):
     """
 
     conditions = (
-        OptionCondition(("attacks", "steps", "norm", "size", "eot"), "with xi > 0",
-            lambda it: it.xi > 0),
+        OptionCondition(
+            ("attacks", "steps", "norm", "size", "eot"), "with xi > 0", lambda it: it.xi > 0
+        ),
         OptionCondition(("eot", "split"), "with sigma > 0", lambda it: it.sigma > 0),
-        OptionCondition(("sensitivity",), "with noise behind the first layer (sigma and split > 0)",
-                 lambda it: it.hidden_noise_std > 0),
-    )  # fmt: skip
+        OptionCondition(
+            ("sensitivity",),
+            "with noise behind the first layer (sigma and split > 0)",
+            lambda it: it.hidden_noise_std > 0,
+        ),
+    )
 
     name: Literal["stobatch"] = "stobatch"
     display_name: ClassVar[str] = "StoBatch (adversarial training inside the clip)"
     xi: PositiveOrZero = 1.0
     attacks: Annotated[tuple[AttackName, ...], Field(min_length=1, max_length=3)] = (
-        "i-fgsm", "mim", "pgd",
-    )  # fmt: skip
+        "i-fgsm",
+        "mim",
+        "pgd",
+    )
     steps: Annotated[int, RejectBool, Field(ge=1, le=1000)] = 5
     norm: Norm = "linf"
     size: tuple[PositiveOrZero, PositiveOrZero] = (0.0, 0.5)
@@ -80,12 +86,12 @@ class StoBatch(Method):
 
     @property
     def input_noise_std(self) -> float:
-        """Its deviation, in input units."""
+        """Return the standard deviation of the noise on the input, in input units."""
         return self.sigma * math.sqrt(1 - self.split)
 
     @property
     def hidden_noise_std(self) -> float:
-        """Its deviation behind the first layer."""
+        """Return the standard deviation of the noise after the first layer."""
         return self.sigma * self.sensitivity * math.sqrt(self.split)
 
     # --- said in the recipe, the plan and the report
@@ -109,7 +115,7 @@ class StoBatch(Method):
         )
 
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim:
-        """Theorem 4 is of Laplace noise drawn once, which this training has none of: no figure."""
+        """Return the claim without a value: Theorem 4 is about Laplace noise that is drawn once."""
         from dpdist.privacy.claims import Claim
 
         return Claim(
