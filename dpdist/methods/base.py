@@ -105,7 +105,7 @@ class PublicRecords:
 
     Args:
         recipe_key: the key of the recipe that names it, for errors.
-        dataset_name: the data set, with so many `classes`.
+        dataset_name: the data set, which has `classes` classes.
         root: its folder; None: where the recipe's own data lie.
         used_for_training: a model is trained on them, so that no test record may be among them.
     """

@@ -140,7 +140,7 @@ class DPlis(Method):
         augmentations: Number of noisy copies of the parameters (the paper uses 10, and 20 on text).
         aggregate: mean averages the augmentations before the clip; sum adds them up, as the
             authors' released code does.
-        per_example: Draw anew for every record, as the paper writes it; false shares the
+        per_example: Draw for every record separately, as the paper writes it; false shares the
             augmentations over the batch, as the authors' code does.
         sigma: Standard deviation of input noise in each draw, as in method input-noise; not in the
             paper.

@@ -323,7 +323,10 @@ class PATE(Method):
         if 0 < self.screening < MIN_POSITIVE:
             raise ValueError(f"screening: must be 0, or at least {MIN_POSITIVE:g}")
         if not self.threshold and self.answers < self.queries:
-            raise ValueError("answers: must equal queries without a threshold")
+            raise ValueError(
+                f"answers: must equal queries, {self.queries}, without a threshold, got "
+                f"{self.answers}"
+            )
         return self
 
     # --- said in the recipe, the plan and the report

@@ -133,7 +133,7 @@ class RenyiFilter:
         return f"epsilon {self.epsilon!r} at delta {self.delta!r}, {self.adjacency}"
 
 
-@lru_cache(maxsize=1024)  # every charge is counted anew with each new one
+@lru_cache(maxsize=1024)  # every charge is computed again with each new one
 def _divergence(phases: tuple[Phase, ...], records: int, adjacency: Neighbors, order: int) -> float:
     from dpdist.privacy import accounting
 
@@ -307,7 +307,7 @@ class Charge:
         return cls(run, name, plan.records, tuple(phases), "reserved", plan.nominal, lineage)
 
     def merge(self, recorded: Charge | None) -> Charge:
-        """Return this charge beside what is on record for the same run."""
+        """Return this charge merged with what is on record for the same run."""
         if recorded is None or recorded.lineage is None or self.lineage is None:
             return self
         lineage = self.lineage.merge(recorded.lineage)
@@ -475,7 +475,7 @@ def check_fits(
     adjacency: Neighbors,
     limit: tuple[float, float] | None = None,
 ) -> None:
-    """Raise BudgetExceeded when `new` does not fit beside the charges of other runs.
+    """Raise BudgetExceeded if `new` and the charges of other runs exceed the ceiling.
 
     new: with what is on record for the same run (`Charge.merge`). limit: epsilon and delta of a
     composition without a filter.
@@ -562,7 +562,7 @@ def reserve(
     """
     with ExitStack() as stack:
         key, budgets = bytes(_KEY_BYTES), list[DataBudget]()
-        if record or _files(Path(folder)):  # what only looks leaves nothing behind
+        if record or _files(Path(folder)):  # reading creates no file
             key, budgets = stack.enter_context(_open_budgets(Path(folder)))
         if records is None:
             _continue_charge(budgets, charge, adjacency, limit)

@@ -55,7 +55,7 @@ class AuditFinding:
     kind: of audit; method: the theorem. view: what the adversary saw. adjacency: which data sets
     it told apart. trials: runs, releases or guesses that were counted. rule: threshold or guesses,
     and how they were fixed. proved, claimed: epsilon at the same delta (infinite where nothing is
-    proved; None where nothing is claimed). curve_rejected: whether the whole trade-off curve of
+    proved; None if nothing is claimed). curve_rejected: whether the whole trade-off curve of
     what is proved was rejected, which needs no epsilon. assumptions: what epsilon rests on besides;
     empty: nothing. exploratory: one of more audits than alpha was divided by. model: its hash.
     """

@@ -348,7 +348,7 @@ def _check_kind(header: dict[str, Any], kind: str, path: Path) -> None:
 def wait_until_unlocked(path: Path, seconds: float) -> None:
     """Wait until no other process is writing the journal at `path`; write nothing.
 
-    Raises JournalBusy when one still is after so many seconds, OSError.
+    Raises JournalBusy if one still is after `seconds`, OSError.
     """
     try:
         file = path.open("r+b", buffering=0)

@@ -605,10 +605,10 @@ def group_delta_by_lemma(epsilon: float, delta: float, group_size: int) -> float
 
 
 def group_pld(plan: PrivacyPlan, group_size: int) -> tuple[PrivacyLossDistribution, float] | None:
-    """Return the exact loss of `group_size` records that come or go together, or None.
+    """Return the exact loss of `group_size` records that come or go together, in both directions.
 
-    It is given in both directions, with the delta that rounding may have lost. None where a
-    phase has no exact loss, or nothing is private.
+    Also returns the delta that rounding may have lost. None if a phase has no exact loss, or
+    nothing is private.
     """
     from dp_accounting.pld import privacy_loss_distribution as library
 
