@@ -524,24 +524,6 @@ def test_one_example_never_exceeds_the_sensitivity_in_float32(scale):
                     assert float(one.norm()) > 0.1 * (1 - 1e-3)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_positions_that_cancel_do_not_escape_the_clip(seed):
-    """A ghost norm is a difference of large numbers here; its rounding error must not free it.
-    Without the guard against cancellation 5 of these 8 seeds exceed the clip fifty-fold.
-    """
-    model = nn.Linear(512, 512, bias=False)
-    generator = torch.Generator().manual_seed(seed)
-    row = 1e3 * torch.randn(1, 1, 512, generator=generator)
-    inputs = torch.cat([row, -row * (1 + 1e-4)], dim=1)
-
-    def objective(outputs: Tensor, targets: Tensor) -> Tensor:
-        return outputs.sum((1, 2))
-
-    engine = GradientEngine(model, objective, clipping=FlatClipping(1.0))
-    one = engine.clipped_sum(inputs, torch.zeros(1)).flat
-    assert 0 < float(one.norm()) <= 1.0
-
-
 CONVOLUTIONS = [
     (nn.Conv2d, (4, 6, 3), {"padding": 1}, (7, 5)),
     (nn.Conv2d, (4, 6, (3, 2)), {"stride": (2, 1), "padding": (0, 1)}, (8, 6)),
