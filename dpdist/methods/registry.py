@@ -50,7 +50,7 @@ def find_method(name: str) -> type[Method]:
     Args:
         name: in the table, of an entry point in the group dpdist.methods, or package.module:Class.
 
-    Raises ValueError for a name that is none of these, or leads to no method.
+    Raises ValueError for an unknown name, or one that leads to no method.
     """
     if name in _TABLE:
         return _TABLE[name]

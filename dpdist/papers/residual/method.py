@@ -1,4 +1,4 @@
-"""Residual perturbation: noise behind every residual block and on the input (Strategies I and II).
+"""Residual perturbation: noise after every residual block and on the input (Strategies I and II).
 
 The noise is drawn in training and at every prediction. It is a regularizer and earns no privacy
 here: the label enters a gradient without any noise, so that one released step gives it away
@@ -47,7 +47,7 @@ _BATCH = 1000
 
 
 class ResidualPerturbation(Method):
-    """Noise behind every residual block and on the input, in training and at every prediction.
+    """Noise after every residual block and on the input, in training and at every prediction.
 
     For models with residual blocks (resnet-rp, resnet-gn).
 
@@ -152,7 +152,7 @@ class ResidualPerturbation(Method):
         ]
 
     def execution(self) -> Execution[Any]:
-        """Return the training with noise behind blocks."""
+        """Return the training with noise after blocks."""
         return ResidualExecution(self)
 
 
@@ -203,7 +203,7 @@ class WholeBatchExecution(Execution[WholeBatch]):
 def _whole_batch_engine(
     execution: Execution[Any], model: nn.Module, clipping: Clipping
 ) -> GradientEngine | None:
-    """Return the engine of a model with BatchNorm of which nothing is clipped; else None."""
+    """Return the engine of an unclipped model with BatchNorm; None for others."""
     from dpdist.gradients.clipping import NoClipping
     from dpdist.papers.residual.whole_batch import WholeBatchEngine, mixes_records
 
@@ -214,7 +214,7 @@ def _whole_batch_engine(
 
 
 class ResidualExecution(Execution[ResidualPerturbation]):
-    """Steps with noise behind blocks, and the measurement of the claim's assumptions."""
+    """Steps with noise after blocks, and the measurement of the claim's assumptions."""
 
     def engine(self, model: nn.Module, clipping: Clipping, **how: Any) -> GradientEngine:
         """Return the usual engine; for BatchNorm, without privacy, that of whole batches."""
@@ -232,7 +232,7 @@ class ResidualExecution(Execution[ResidualPerturbation]):
         blocks = residual_blocks(model)
         if not blocks:
             raise UserError(
-                "method residual puts noise behind residual blocks, and the model has none: take "
+                "method residual puts noise after residual blocks, and the model has none: take "
                 "resnet-rp or resnet-gn"
             )
         method = self.method
@@ -248,7 +248,7 @@ class ResidualExecution(Execution[ResidualPerturbation]):
     def perturbation(
         self, step: StepPlan, learning_rate: float, state: MethodState
     ) -> ModulePerturbation:
-        """Return draws of the noise behind blocks and on the input."""
+        """Return draws of the noise after blocks and on the input."""
         from dpdist.gradients.perturbations import ModulePerturbation
 
         return ModulePerturbation(self.method.augmentations, self.noise_location(state.model))

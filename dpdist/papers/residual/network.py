@@ -65,7 +65,7 @@ def resnet_rp(
 
     norm: "batch" is the paper's BatchNorm, for runs without privacy alone: it mixes records.
     Pre-activation blocks, so that a block's output is x + F(x) and nothing follows the sum.
-    ensemble: so many networks, whose logits are averaged (EnResNet): one loss, on the mean. skip:
+    ensemble: number of networks, whose logits are averaged (EnResNet): one loss, on the mean. skip:
     False leaves the skip connections out (the paper's ablation).
     """
     if ensemble < 1:

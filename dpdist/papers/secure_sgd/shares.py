@@ -47,7 +47,7 @@ _PASS = 128  # records of a pass over private ones
 
 
 class HiddenNoiseExecution(Execution[HiddenNoiseMethod]):
-    """Steps with noise behind the first layer, which is kept within its norm."""
+    """Steps with noise after the first layer, which is kept within its norm."""
 
     def prepare_state(self, setup: MethodSetup) -> dict[str, Tensor]:
         """Return the deviation of each component's noise."""
@@ -67,7 +67,7 @@ class HiddenNoiseExecution(Execution[HiddenNoiseMethod]):
     def perturbation(
         self, step: StepPlan, learning_rate: float, state: MethodState
     ) -> Perturbation:
-        """Return draws of the noise behind the first layer, one for all steps as published."""
+        """Return draws of the noise after the first layer, one for all steps as published."""
         module, std = models.require_split(state.model).name, state.tensors[STD]
         if self.method.paper_faithful:
             return FixedHiddenPerturbation(module, std, state.key)
@@ -140,13 +140,13 @@ def _mean_powers_without_privacy(
 def prepare_nonprivate_training(
     records: Dataset, max_records: int, setup: MethodSetup, recipe_key: str
 ) -> tuple[nn.Module, Tensor, Tensor]:
-    """Return at most so many records, and the network that may learn from them.
+    """Return at most `max_records` records, and the network that may learn from them.
 
     The records are inputs and labels. The network is the run's own before its first step;
     records of other classes need another last layer, and so a network from its seed. Raises
     UserError, which names the field, for inputs that do not fit.
     """
-    # Any many are enough for a mean; evenly spaced, whatever order the file has.
+    # A subset is enough for a mean; evenly spaced, whatever the order of the file.
     rows = np.linspace(0, len(records) - 1, min(max_records, len(records))).astype(np.int64)
     try:
         inputs = resize_images(records.batch(rows), setup.spec.input_shape)

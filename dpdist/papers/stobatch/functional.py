@@ -105,7 +105,7 @@ class Functional(Method):
     Attributes:
         clip: Norm to which a record's features are clipped in the sum that gives their center.
         radius: Norm to which features are clipped around their center.
-        constant: The constant feature beside them, a norm below 1.
+        constant: The constant feature next to them, a norm below 1.
         ridge: The ridge of the fit, in units of the noise of A.
         rounds: Number of rounds after the first fit.
         residual: Norm to which y - p is clipped in a round.

@@ -89,7 +89,7 @@ def dpal_cnn(
         classes: Number of logits.
         filters: Number of filters of each convolution, two or more; the first is the encoder.
         dense: Size of the last hidden layer.
-        activation: Name of the activation behind each convolution.
+        activation: Name of the activation after each convolution.
         kernels: Side of each kernel. CIFAR-10's network has 4, 5, 5.
         side: Side of the center of an image that the network reads; 0 is all of it. The paper's
             CIFAR-10 has 28.

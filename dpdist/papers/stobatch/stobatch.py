@@ -45,7 +45,7 @@ class StoBatch(Method):
         size: Range [LOW, HIGH] of the ball's size, drawn once a step, uniformly (input units).
         eot: Draws of the noise for the attack's gradient.
         sigma: Standard deviation of the noise that all of it certifies by, in input units.
-        split: Share of the noise's variance that stands behind the first layer, at deviation sigma
+        split: Share of the noise's variance that is added after the first layer, at deviation sigma
             * sensitivity * sqrt(split); the rest is on the input.
         sensitivity: L2 norm within which the first layer is kept.
     """
@@ -57,7 +57,7 @@ class StoBatch(Method):
         OptionCondition(("eot", "split"), "with sigma > 0", lambda it: it.sigma > 0),
         OptionCondition(
             ("sensitivity",),
-            "with noise behind the first layer (sigma and split > 0)",
+            "with noise after the first layer (sigma and split > 0)",
             lambda it: it.hidden_noise_std > 0,
         ),
     )
@@ -97,7 +97,7 @@ class StoBatch(Method):
     # --- said in the recipe, the plan and the report
 
     def check(self, recipe: BaseRecipe) -> None:
-        """Raise ValueError for a certificate without sigma beside noise on the input."""
+        """Raise ValueError for a certificate without sigma if there is noise on the input."""
         super().check(recipe)
         if recipe.certify is not None and recipe.certify.sigma is None and self.input_noise_std:
             raise ValueError(

@@ -64,7 +64,7 @@ class StoBatchExecution(Execution[StoBatch]):
         return AdversarialDraws(state.model, self.noise_location(state.model), self.method)
 
     def project_parameters(self, model: nn.Module) -> Callable[[], None]:
-        """Return the function that scales the first layer back where noise stands behind it."""
+        """Return the function that scales the first layer down if noise is added after it."""
         if not self.method.hidden_noise_std:
             return lambda: None
         split = require_split(model)
@@ -155,7 +155,7 @@ class AdversarialDraws(ModulePerturbation):
     def _noise(self, inputs: Tensor, record_ids: Tensor, draw_key: bytes) -> Tensor | None:
         """Return the attack's own noise, one for all its steps (Salman et al., NeurIPS 2019).
 
-        `eot` draws of each record lie beside one another.
+        `eot` draws of each record are adjacent.
         """
         shape = self.classifier.noise_shape(inputs.shape[1:])
         if shape is None:

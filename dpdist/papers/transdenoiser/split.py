@@ -363,8 +363,8 @@ def split_noise(
     count = int(nonnegative.sum())
     credit = steps if options.credit_steps else 1
     if not count:
-        nobody = SmallestEigenvalue(0.0, True, "no record with a remainder >= 0")
-        return NoiseSplit(0, len(inputs), nobody, options.xi_up)
+        nothing = SmallestEigenvalue(0.0, True, "no record with a remainder >= 0")
+        return NoiseSplit(0, len(inputs), nothing, options.xi_up)
     chosen = inputs[nonnegative]
 
     def too_little(bound: float) -> bool:
