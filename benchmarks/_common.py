@@ -180,6 +180,21 @@ def read_lines(results: Path, setting: Mapping[str, Any] | None = None) -> list[
     return [line for line in map(json.loads, lines) if (setting or {}).items() <= line.items()]
 
 
+def pack_bits(success: Any) -> str:
+    """Return bool (N,) as hexadecimal digits, for a line of a results file."""
+    import numpy as np
+
+    return np.packbits(success).tobytes().hex()
+
+
+def unpack_bits(digits: str, count: int | None) -> Any:
+    """Return the first `count` of packed bits, bool (N,)."""
+    import numpy as np
+
+    packed = np.frombuffer(bytes.fromhex(digits), np.uint8)
+    return np.unpackbits(packed, count=count).astype(bool)
+
+
 def append_line(results: Path, line: Mapping[str, Any]) -> None:
     """Add a line to a result file, at once: what is there is not measured again."""
     with results.open("a") as file:

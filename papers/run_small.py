@@ -39,6 +39,7 @@ from _common import (
     append_line,
     choose_parts,
     describe_run,
+    pack_bits,
     parse_arguments,
     read_parts,
     require_data,
@@ -94,7 +95,7 @@ SHARES = {"method.redistribution": {"source": "public", "data": "digits", "steps
 
 
 def hgm(epsilon_r: float) -> Iterator[Cell]:
-    """Figures 2 and 4 on CIFAR-10: the paper's network, 51,200 records a training."""
+    """Yield the cells of Figures 2 and 4 on CIFAR-10: the paper's network, 51,200 records each."""
     setting = (
         f"epsilon_r {epsilon_r:g}, the paper's network, the analytic Gaussian's noise in all rows, "
         "400 steps of 128 (private: 100 of 512, epsilon 8), r of scikit-learn's digits resized. "
@@ -112,7 +113,7 @@ def hgm(epsilon_r: float) -> Iterator[Cell]:
 
 
 def transdenoiser(noise: float) -> Iterator[Cell]:
-    """Figures 2 and 3 on CIFAR-10: denoisers of one size, and what is trained from scratch."""
+    """Yield the cells of Figures 2 and 3 on CIFAR-10: denoisers of one size, and from scratch."""
     item = "Figures 2c and 2d"
     setting = (
         f"input noise {noise:g}, a DnCNN of depth 6 and width 16 before a ResNet-18 of five "
@@ -154,7 +155,7 @@ def transdenoiser(noise: float) -> Iterator[Cell]:
 
 
 def dpal() -> Iterator[Cell]:
-    """Figures 3 and 5 on CIFAR-10 at one budget; DPAL's own rows prove nothing."""
+    """Yield the cells of Figures 3 and 5 on CIFAR-10 at one budget; DPAL's own prove nothing."""
     setting = (
         "epsilon 2, 64 steps of 256 (functional: one release of ten sums of public features). "
         f"{CHECKED}"
@@ -185,7 +186,7 @@ def dpal() -> Iterator[Cell]:
 
 
 def cells() -> dict[str, Cell]:
-    """Every cell by name; digits stand for --quick."""
+    """Return every cell by name; digits is for --quick."""
     denoised = [each for noise in NOISES for each in transdenoiser(noise)]
     found = [*hgm(8.0), *dpal(), *denoised, *hgm(4.0)]
     return {f"{each.paper}/{each.setting.split(',')[0]}/{each.row}": each for each in found}
@@ -315,7 +316,7 @@ def measured(run: RunFolder) -> dict[str, Any]:
         for radius in (0.0, *facts.recipe.certify.radii):  # type: ignore[union-attr]
             column = f"certified at {radius:g}"
             shares[column] = 100 * float((held >= radius).mean())
-            right[column] = np.packbits(held >= radius).tobytes().hex()
+            right[column] = pack_bits(held >= radius)
     for place in sorted(run.path.glob("attacks/*/attacks.parquet")):
         attacks = read_attack(place)
         count = len(np.unique(attacks.index))
@@ -324,7 +325,7 @@ def measured(run: RunFolder) -> dict[str, Any]:
             held = ~np.isin(np.unique(attacks.index), attacks.index[failed])
             column = f"under PGD {size:g}"
             shares[column] = 100 * float(held.mean())
-            right[column] = np.packbits(held).tobytes().hex()
+            right[column] = pack_bits(held)
     return {
         "test": shares, "bits": right, "n": count, "counts": counts,
         "proved": format_epsilon(epsilon) if np.isfinite(epsilon) else "none",

@@ -38,7 +38,7 @@ import run_small
 import yaml
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from _common import parse_arguments, read_lines
+from _common import parse_arguments, read_lines, unpack_bits
 from scipy import stats
 
 from dpdist.audits.membership_statistics import Estimate
@@ -89,23 +89,23 @@ class Result:
 
 @cache
 def published(paper: str) -> dict[str, Any]:
-    """What PAPER/published.yaml says."""
+    """Read PAPER/published.yaml."""
     return yaml.safe_load((HERE / paper / "published.yaml").read_text())
 
 
 @cache
 def lines_of(name: str) -> tuple[dict[str, Any], ...]:
-    """Of a file of results in this folder; none where it is missing."""
+    """Read the lines of a file of results in this folder; empty if it is missing."""
     return tuple(read_lines(HERE / name))
 
 
 def recipe_of(name: str, change: dict[str, Any] | None = None) -> Recipe:
-    """A recipe that comes along, with fields changed. Raises UserError."""
+    """Load a built-in recipe with fields changed. Raises UserError."""
     return load_recipe(find_recipe(name), change)
 
 
 def results(paper: str, item: dict[str, Any]) -> list[Result]:
-    """All of ours that belong to an item."""
+    """Return all our results for an item."""
     own = []
     for line in lines_of(f"{paper}/measured.jsonl"):
         if line["item"] == item["id"]:
@@ -124,7 +124,10 @@ def results(paper: str, item: dict[str, Any]) -> list[Result]:
 
 
 def gathered(source: dict[str, Any]) -> Iterator[Result]:
-    """Lines of a file, each a training, by row and setting. where: which. rows: their order."""
+    """Yield results from the lines of a file, each a training, grouped by row and setting.
+
+    `source` says which lines ("where") and the order of "rows".
+    """
     found: dict[tuple[str, str | None], list[dict[str, Any]]] = {}
     for line in lines_of(source["file"]) if source else ():
         if source["where"].items() <= line.items():
@@ -164,7 +167,7 @@ def gathered(source: dict[str, Any]) -> Iterator[Result]:
 
 
 def _proved(line: dict[str, Any]) -> list[str]:
-    """Epsilon of a training; none where it is read at several budgets, which are its columns."""
+    """Return a training's epsilon; empty if it is read at several budgets (its columns)."""
     told = line.get("proved")
     if isinstance(told, dict):
         return [f"{value:.4g}" for value in told.values()] if len(told) == 1 else []
@@ -172,9 +175,9 @@ def _proved(line: dict[str, Any]) -> list[str]:
 
 
 def interval(values: list[float], n: int | None, statistic: str = "mean") -> Estimate:
-    """Of one or several trainings' values; infinite where nothing is known of their spread.
+    """Return the 95 % interval of trainings' values; infinite if their spread is unknown.
 
-    A deviation's is by the chi-square distribution, for values that are normal.
+    A deviation's is by the chi-square distribution, for normal values.
     """
     if statistic == "deviation":
         if len(values) < 2:
@@ -189,7 +192,7 @@ def interval(values: list[float], n: int | None, statistic: str = "mean") -> Est
 
 
 def number(value: float) -> str:
-    """Four digits of it."""
+    """Format a value with four digits."""
     if abs(value) >= 1000 or (float(value).is_integer() and abs(value) >= 100):
         return f"{value:,.0f}"
     return f"{value:.4g}"
@@ -202,7 +205,7 @@ def _reach(estimate: Estimate, digits: int = 3) -> str:
 
 
 def beside(value: float | None, ours: Result | None, column: str, statistic: str) -> str:
-    """A cell: the published figure; under it ours, and the difference with its interval."""
+    """Return a cell: the published figure; under it ours, and the difference with its interval."""
     cell = "" if value is None else f"{value:,}".removesuffix(".0")  # to its last digit
     if ours is None or column not in ours.cells:
         return cell
@@ -215,14 +218,14 @@ def beside(value: float | None, ours: Result | None, column: str, statistic: str
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """Markdown."""
+    """Return the lines of a Markdown table."""
     return [
         f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(r)} |" for r in rows)
     ]  # fmt: skip
 
 
 def _code(name: str, change: dict[str, Any] | None) -> str:
-    """A recipe with its change, in words."""
+    """Describe a recipe and its change."""
     told = ", ".join(f"{k} {'none' if v is None else v}" for k, v in (change or {}).items())
     return f"`{name}`" + (f" with {told}" if told else "")
 
@@ -242,7 +245,7 @@ def _capital(text: str) -> str:
 
 
 def item_lines(paper: str, item: dict[str, Any]) -> Iterator[str]:
-    """One table or figure."""
+    """Yield the lines of one table or figure."""
     told = f"{_capital(item['shows'])}. **{_capital(item['verdict'])}.**"
     yield from (f"## {_heading(paper, item)}", "", told, "")
     if "says" in item:
@@ -277,7 +280,7 @@ def item_lines(paper: str, item: dict[str, Any]) -> Iterator[str]:
 
 
 def _open(paper: str, item: dict[str, Any]) -> Iterator[str]:
-    """Name the settings of run_small.py that no training was made of."""
+    """Yield the settings of run_small.py that have no training yet."""
     done = {(line["setting"], line["item"]) for line in lines_of("run_small.jsonl")}
     left: dict[str, list[str]] = {}
     for cell in run_small.cells().values():
@@ -331,7 +334,7 @@ def pictures() -> dict[str, str]:
 
 
 def _others(found: list[Result], statistic: str) -> Iterator[str]:
-    """Ours at another size or of other rows, a table for each setting."""
+    """Yield our results at another size or for other rows, a table for each setting."""
     groups: dict[str | None, list[Result]] = {}
     for one in found:
         groups.setdefault(one.setting, []).append(one)
@@ -365,7 +368,7 @@ def _differences(found: list[Result], columns: list[str]) -> Iterator[list[str]]
         told = dict.fromkeys(columns, "")
         for column in first.right.keys() & one.right.keys() if first.n == one.n else ():
             pairs = [
-                [_bits(each.right[column][key], first.n) for each in (first, one)]
+                [unpack_bits(each.right[column][key], first.n) for each in (first, one)]
                 for key in sorted(first.right[column].keys() & one.right[column].keys())
             ]
             gaps = [100 * float(b.mean() - a.mean()) for a, b in pairs]
@@ -377,10 +380,6 @@ def _differences(found: list[Result], columns: list[str]) -> Iterator[list[str]]
             yield [f"{one.row}, less {first.row} on the same images", *told.values(), ""]
 
 
-def _bits(told: str, count: int | None) -> np.ndarray:
-    return np.unpackbits(np.frombuffer(bytes.fromhex(told), np.uint8), count=count).astype(bool)
-
-
 def _estimate(result: Result, column: str, statistic: str) -> str:
     if column not in result.cells:
         return ""
@@ -389,7 +388,7 @@ def _estimate(result: Result, column: str, statistic: str) -> str:
 
 
 def _ratios(found: list[Result]) -> Iterator[str]:
-    """Fisher's test of each row's spread against that of the first."""
+    """Yield Fisher's test of each row's spread against that of the first."""
     first, *rest = found
     told = []
     for one in rest:
@@ -405,7 +404,7 @@ def _ratios(found: list[Result]) -> Iterator[str]:
 
 
 def _told(item: dict[str, Any], found: list[Result]) -> Iterator[str]:
-    """How ours were made; and what was not run, and why."""
+    """Yield how our results were made, and what was not run and why."""
     made: dict[tuple[str, ...], list[str]] = {}
     for one in found:
         key = (one.command, one.commit, one.keys, f" ([more]({one.doc}))" if one.doc else "")
@@ -428,12 +427,12 @@ def _told(item: dict[str, Any], found: list[Result]) -> Iterator[str]:
 
 
 def anchor(title: str) -> str:
-    """Of a heading, as GitHub makes it."""
+    """Return a heading's anchor, as GitHub makes it."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 def summary(paper: str) -> Iterator[str]:
-    """What a paper builds and states, and whether it holds."""
+    """Yield a summary of a paper: what it builds and states, and whether that holds."""
     about = published(paper)
     more = f"{about['cite']}. More: [what was measured]({about['doc']})."
     yield from (f"# {about['title']}: what is built, and does it hold?", "", more, "")
@@ -456,7 +455,7 @@ def summary(paper: str) -> Iterator[str]:
 
 
 def contents(paper: str) -> Iterator[str]:
-    """Links to a paper's tables and figures, with verdicts and one figure of each."""
+    """Yield links to a paper's tables and figures, with verdicts and one value of each."""
     body = []
     for item in published(paper)["items"]:
         link = f"[{item['id']}](results/tables.md#{anchor(_heading(paper, item))})"

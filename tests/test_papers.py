@@ -66,7 +66,7 @@ def test_every_recipe_named_loads_and_makes_a_plan():
             recipe = papers["recipe_of"](name, (change or {}) | calibrated)
         plan = make_plan(recipe, sizes[recipe.data.name], name)
         assert plan.records > 0, name
-    with pytest.raises(UserError, match="no such recipe file"):
+    with pytest.raises(UserError):
         papers["recipe_of"]("dplis-mnist-rnn")
     with pytest.raises(UserError, match=r"method\.radius"):
         papers["recipe_of"]("dplis-mnist-cnn", {"method.radius": "best"})

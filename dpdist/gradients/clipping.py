@@ -1,13 +1,13 @@
-"""Clip factors from per-example gradient norms: how much one example may contribute.
+"""Clip factors from per-example gradient norms, which bound the contribution of one example.
 
-A clipping turns per-example, per-layer squared norms into factors; the engine multiplies them in.
+A clipping turns per-example, per-layer squared norms into factors for the gradients.
 `sensitivity` is the largest L2 norm one example's clipped gradient can have, hence the L2
 sensitivity of the clipped sum under add-or-remove-one.
 
 Rounding: norms and sums are computed in floating point, so every factor is lowered by a relative
-`slack`. What one record changes then stays within the sensitivity, rounding included, at the price
-of clipping slightly harder than asked for: 0.0015 % for the norms and, in keyed blocks, 0.4 % for
-the sum and for records that move to another row.
+`slack`. The change by one record then stays within the sensitivity, rounding included, and the clip
+is slightly lower than the given one: by 0.0015 % for the norms and, in keyed blocks, by 0.4 % for
+the sum and for records that move to a different row.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _LEAST_FLOAT32_SENSITIVITY = 2.0**-48
 
 
 def max_batch(dtype: torch.dtype) -> int:
-    """Return up to how many records of a step `sum_slack` covers."""
+    """Return the largest number of records of a step that `sum_slack` covers."""
     return 2**13 if dtype == torch.float64 else 2**19
 
 
 def max_run_length(rows: int, sensitivity: float = 1.0) -> int:
     """Return the number of clipped gradients to add in float32 before float64 takes over.
 
-    1: none. Bounds run * rows by 2^13, hence the sum's rounding. rows: of clipped gradients that
-    one sum adds. sensitivity: largest norm of one.
+    It bounds run * rows by 2^13, hence the sum's rounding. rows: number of clipped gradients in a
+    sum. sensitivity: largest norm of one.
     """
     if sensitivity < _LEAST_FLOAT32_SENSITIVITY:
         return 1
@@ -55,20 +55,21 @@ def max_run_length(rows: int, sensitivity: float = 1.0) -> int:
 
 
 def assumed_move(dtype: torch.dtype) -> float:
-    """Return what is assumed of a kernel's rounding, relative to the sensitivity: by how much a
-    record's clipped gradient changes at most, as it is computed, when the record moves to another
-    row of a pass, or to a pass of another length.
+    """Return the assumed bound on a kernel's rounding, relative to the sensitivity.
 
-    `sum_slack` rests on it, and nothing proves it. `GradientEngine.measure_moves` measures it on
-    public examples after a training, and the card prints both numbers.
+    It bounds the change of a record's computed clipped gradient when the record moves to a
+    different row of a pass, or to a pass of a different length. `sum_slack` rests on it, and
+    nothing proves it. `GradientEngine.measure_moves` measures the change on public examples after a
+    training, and the card lists both numbers.
     """
     return 2.0**-35 if dtype == torch.float64 else 2.0**-19
 
 
 def sum_slack(dtype: torch.dtype) -> float:
-    """Bound, relative to the sensitivity C, what one record adds to the difference of two sums by
-    rounding: n <= 1025 records of its keyed block (`dpdist.gradients.sampling`) move, and all
-    others keep their rows and passes.
+    """Return a bound on the rounding of the difference of two sums, relative to the sensitivity C.
+
+    The sums differ by one record: n <= 1025 records of its keyed block
+    (`dpdist.gradients.sampling`) move, and all others keep their rows and passes.
 
     Let S and S' be the computed sums without and with the record, f_b and g_b the computed factor
     and gradient of record b. Then S' - S is the new record's f g, whose norm is at most
@@ -92,9 +93,9 @@ def sum_slack(dtype: torch.dtype) -> float:
     Items 2 and 3 are 1.72e-3, all four 3.74e-3. A factor 1 + slack of at least
     (1 + 1.79e-3 + 2^-16) / (1 - 1.96e-3) = 1.00377 keeps |S' - S| <= C; 2^-8 = 3.91e-3 is more.
 
-    Where the number of records is protected, those behind the record have other positions in S and
+    If the number of records is protected, those after the record have different positions in S and
     S'. Both are compared under a coupling in which each record keeps its words, shard and block
-    (`dpdist.training.private_step.build_shards`), so that the same holds.
+    (`dpdist.training.private_step.build_shards`), so that the same bound applies.
 
     In float64 the assumption is 2^-35, of a gradient with its positions summed up: 1025 * 2^-35 <=
     2^-24.99. Adding N records of a batch rounds by 2 N^2 2^-53 <= 2^-26 for N <= 2^13, whatever its
@@ -109,7 +110,7 @@ def _positive(name: str, value: float) -> None:
 
 
 class Clipping(ABC):
-    """One example's factors, a function of that example's own norms and of nothing else."""
+    """The factors of an example, a function of only that example's own norms."""
 
     @property
     @abstractmethod
@@ -227,7 +228,7 @@ class AutomaticClipping(Clipping):
 
 @dataclass(frozen=True)
 class NoClipping(Clipping):
-    """Gradients as they are, for training without privacy: one example can add anything."""
+    """Unclipped gradients, for training without privacy: an example's contribution is unbounded."""
 
     @property
     def sensitivity(self) -> float:

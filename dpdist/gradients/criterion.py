@@ -1,12 +1,12 @@
-"""Losses as torch's objects: `nn.CrossEntropyLoss(label_smoothing=0.1)` as a loss of each record.
+"""Criterion objects of torch, such as `nn.CrossEntropyLoss(label_smoothing=0.1)`, as record losses.
 
 Guarantee: a record's value is a function of the model and that record. The object runs with
-`reduction="none"`, so nothing is divided by a number that the batch decides. What reduction it had
-is that over a record's own values:
+`reduction="none"`, so nothing is divided by a number that depends on the batch. Its reduction is
+applied to a record's own values:
 
-* "mean" and "none": their mean, for targets with an ignored index over those that count. Weights of
-  classes stay factors: a mean over a batch of one, as torch has it, would cancel them.
-* "sum": their sum. "batchmean" of a divergence is the sum, too.
+* "mean" and "none": their mean, without targets of the ignored index. Weights of classes stay
+  factors: torch's mean over a batch of one would cancel them.
+* "sum" and, for a divergence, "batchmean": their sum.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ def _compared(criterion: Any, outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.dim() == targets.dim() + 1 and outputs.shape[-1] == 1:
             outputs = outputs.squeeze(-1)  # never broadcast: (B, 1) and (B,) would be (B, B)
         if outputs.shape != targets.shape:
-            shapes = [(f"(B, {', '.join(map(str, s))})" if s else "(B,)")
-                      for s in (tuple(outputs.shape[1:]), tuple(targets.shape[1:]))]  # fmt: skip
+            shapes = [
+                (f"(B, {', '.join(map(str, s))})" if s else "(B,)")
+                for s in (tuple(outputs.shape[1:]), tuple(targets.shape[1:]))
+            ]
             raise UserError(
                 f"loss: {type(criterion).__name__} needs outputs of the targets' shape, got "
                 f"{shapes[0]} and {shapes[1]}: give the model as many outputs as a record has "
@@ -99,8 +101,8 @@ class CriterionLoss:
             honors `reduction="none"` if it has a reduction.
 
     Raises:
-        UserError: it has parameters, which nothing would train, or takes something else than
-            outputs and targets.
+        UserError: it has parameters, which nothing would train, or its arguments are not outputs
+            and targets.
     """
 
     def __init__(self, criterion: nn.Module) -> None:
@@ -108,13 +110,13 @@ class CriterionLoss:
         self.values = _OF.get(kind)
         if next(criterion.parameters(), None) is not None:
             raise UserError(
-                f"loss: must have no parameters, got a {kind.__name__}, whose own nothing would "
-                "train: put them into the model, and return losses from it"
+                f"loss: must have no parameters, got a {kind.__name__} whose parameters nothing "
+                "would train: put them into the model, and return losses from it"
             )
         if self.values is None:
             if kind.__module__.partition(".")[0] == "torch":
                 raise UserError(
-                    f"loss: must be of outputs and targets, got a {kind.__name__}; take a function "
+                    f"loss: must be of outputs and targets, got a {kind.__name__}; give a function "
                     "of module and batch that calls it with reduction='none'"
                 )
             self.values = _plain
@@ -131,7 +133,7 @@ class CriterionLoss:
         return type(self.criterion).__name__
 
     def takes_classes(self, targets: Tensor) -> bool:
-        """Return whether each target must be a class, whose value torch's error would tell."""
+        """Return whether each target must be a class, whose value torch's error would quote."""
         known = isinstance(self.criterion, nn.CrossEntropyLoss | nn.NLLLoss)
         return known and targets.dim() == 1 and not targets.is_floating_point()
 
@@ -149,23 +151,24 @@ class CriterionLoss:
         assert self.values is not None
         found = self.values(self._placed_at(first), outputs, targets)
         if found.dim() < 2 or found.shape[0] != len(targets):
-            return found  # (B,), or what `example_losses` refuses
+            return found  # (B,), or `example_losses` raises an error
         flat = found.flatten(1)
         return flat.mean(1) if self.criterion.averages else flat.sum(1)
 
     def _placed_at(self, outputs: Tensor) -> nn.Module:
-        """Return the criterion with its weights where the outputs lie, in their precision."""
+        """Return the criterion with weights on the device and in the precision of the outputs."""
         key = outputs.device, outputs.dtype
         if key not in self._placed:
             self._placed[key] = copy.deepcopy(self.criterion).to(*key)
         return self._placed[key]
 
     def describe(self) -> str:
-        """Return the loss with its settings, which a run that resumes must have again."""
+        """Return the loss and its settings as text, which must stay the same when a run resumes."""
         own = {
-            name: value for name, value in sorted(vars(self.criterion).items())
+            name: value
+            for name, value in sorted(vars(self.criterion).items())
             if isinstance(value, bool | int | float | str) and name != "training"
-        }  # fmt: skip
+        }
         said = [f"{name}={value}" for name, value in own.items() if name != "reduction"]
         for name, buffer in self.criterion.named_buffers():
             raw = buffer.detach().cpu().double().numpy().tobytes()

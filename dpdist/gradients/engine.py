@@ -2,20 +2,10 @@
 
 One backward pass ("book-keeping", Bu et al. 2023): hooks keep every trainable layer's inputs,
 autograd gives gradients of the outputs only; norms and clipped sums follow from both, layer by
-layer. The objective says which loss is learned, which part of the model it trains and what its
-outputs should be.
+layer. A `TrainingObjective` names the loss, the part of the model that is trained, and the targets.
 
-Consistency (Jeong & Shin, NeurIPS 2020) stays inside a record's own clip: to the cross-entropy of
-each of a record's K noisy copies, weight * KL(mean || p_k) is added, the divergence of its
-prediction p_k from the mean of the K predictions, which is held constant. So the copies learn to
-agree, which is what randomized smoothing certifies. The mean is of the record's own copies only,
-and gradients are clipped per record afterwards, so it costs no privacy. Up to a constant the sum
-of both is the cross-entropy against weighted classes, onehot(label) + weight * mean, and is
-computed so.
-
-Freed memory is kept with the process: by default glibc returns every block of some megabytes to
-the kernel when it is freed, and the page faults of the next step take a third of a small model's
-step.
+The process keeps freed memory: by default glibc returns every block of some megabytes to the kernel
+when it is freed, and the page faults of the next step take a third of a small model's step.
 """
 
 from __future__ import annotations
@@ -97,41 +87,41 @@ _KEEP = 1 << 30
 
 
 @functools.cache
-def raise_malloc_thresholds() -> bool:
-    """Raise glibc's trim and mmap thresholds, once per process; False where there is no glibc."""
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    return bool(
-        mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD) and mallopt(_M_TRIM_THRESHOLD, _KEEP)
-    )
+def raise_malloc_thresholds() -> None:
+    """Raise glibc's trim and mmap thresholds, once per process."""
+    mallopt = _glibc("mallopt")
+    if mallopt is not None and mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD):
+        mallopt(_M_TRIM_THRESHOLD, _KEEP)
 
 
 def return_freed_memory() -> None:
-    """Give freed memory back to the kernel, after work that is not done again."""
-    if sys.platform.startswith("linux"):
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    """Return freed memory to the kernel, after work that is not repeated."""
+    trim = _glibc("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+def _glibc(function: str) -> Any:
+    """Return a function of glibc; None without glibc."""
+    return getattr(ctypes.CDLL(None), function, None) if sys.platform.startswith("linux") else None
 
 
 # --- the engine -------------------------------------------------------------------------------
 
 
-# Bytes that a physical micro-batch works on: constant, so that a replayed step gives the same bits.
+# Bytes of a physical micro-batch: constant, so that a replayed step gives the same bits.
 _MICRO_BATCH_BYTES = 1 << 30
-_PERTURBED_CACHE_BYTES = 64 << 20  # perturbed parameters beyond it are drawn for each micro-batch
+_PERTURBED_CACHE_BYTES = 64 << 20  # beyond it, parameters are perturbed again for each micro-batch
 
 
 @dataclass(frozen=True)
 class ClippedSum:
-    """What one step learned from its batch. Everything but the noised `flat` is PRIVATE.
+    """The sum of one step over its batch. Everything except the noised `flat` is PRIVATE.
 
     flat: float64 (size,), sum of clipped gradients, in the order of `engine.parameters`. examples:
-    batch size. nonfinite: examples whose gradient was NaN or Inf and counted as zero. loss_sum: of
-    the finite losses (mean over draws). details: what else a method measured.
+    batch size. nonfinite: number of examples whose gradient was NaN or Inf and counted as zero.
+    loss_sum: sum of the finite losses (mean over augmentations). details: other measurements of a
+    method.
     """
 
     flat: Tensor
@@ -145,7 +135,7 @@ class ClippedSum:
 class UserMembers:
     """The records that examples consist of, where an example is a user.
 
-    ids: (B, K) int64, distinct for distinct records; they key what is drawn for a record. weights:
+    ids: (B, K) int64, distinct for distinct records; they key a record's random numbers. weights:
     (B, K), 1 for a record of the user and 0 for an empty place, which repeats one of its records.
     """
 
@@ -170,7 +160,8 @@ class GradientEngine:
     Args:
         model: takes (B, ...) inputs and treats examples independently. BatchNorm is not supported
             unless it stays in evaluation mode, with statistics of public data; `validate` detects
-            other mixing, before the first sum and without a record. Its parameters are only read.
+            other mixing, before the first sum and without reading a record. Its parameters are only
+            read.
         objective: function that returns per-example losses (B,) from outputs and targets, or from
             the model and a batch (`dpdist.gradients.hooks.OwnLoss`); or a criterion object, such as
             `torch.nn.CrossEntropyLoss()`.
@@ -180,22 +171,24 @@ class GradientEngine:
         micro_batch: examples per physical pass at most; None chooses it from the model's sizes for
             invented inputs, never from a record or load.
         blocks: how records are put into keyed blocks. They may be replaced between steps.
-        vmap: every example runs through the model separately (torch.func), so that no model can mix
-            examples; memory is micro-batch x parameters, and hidden draws do not fit.
+        vmap: whether every example runs through the model separately (torch.func), so that no model
+            can mix examples; memory is micro-batch x parameters, and noise in a hidden layer is not
+            supported.
 
     Attributes:
-        records_per_example: K if an example is a user of up to K records: their gradients are added
-            up, and the sum is clipped once. Set it before the first sum.
+        records_per_example: K if an example is a user of up to K records: their gradients are
+            summed, and the sum is clipped once. Set it before the first sum.
         rounding: layout of the passes (`dpdist.gradients.passes`): `standard`, in which a different
             record may move a record's row, or `fixed-row`. Set it before the first sum.
-        shard: a number of the sum among those of a step with one draw key, such as the first record
-            of a worker's: no two passes of a step draw from one state (`random_passes`).
+        shard: number of the sum among the sums of a step with one draw key, such as a worker's
+            first record: no two passes of a step draw from one state (`random_passes`).
         draws: the random numbers that the model and its loss use in a pass, as detected.
         parameters: list of the trainable parameters, in the model's order.
         size: int, their total number of scalars.
         layers: names of the layers, in the order of per-layer clip norms.
-        fallback_layers: those without a rule, left to torch.func. A module around a layer that
-            hooks cannot follow joins them in `validate` and `prepare`, with a warning.
+        fallback_layers: names of the layers without a rule, which run by torch.func. A module
+            around a layer that hooks cannot follow joins them in `validate` and `prepare`, with a
+            warning.
         sensitivity: float, the largest norm that one example can add to the sum.
 
     Raises:
@@ -231,7 +224,7 @@ class GradientEngine:
         self._refuse_layers(model)
         raise_malloc_thresholds()
         self.model = model
-        self._modes = self._current_modes()  # in which the model was looked at
+        self._modes = self._current_modes()  # in which the model was checked
         if isinstance(objective, nn.Module):
             objective = OwnLoss(CriterionLoss(objective))
         self.objective = objective
@@ -247,7 +240,7 @@ class GradientEngine:
         self._alone: list[str] = []  # modules that run whole, for each example
         self._find_layers()
         self.perturbation = perturbation or Perturbation()
-        self.augmentation: CropAndFlip | None = None  # of what every draw sees
+        self.augmentation: CropAndFlip | None = None  # of the inputs of every draw
         self.records_per_example = 1
         self.rounding: Rounding = "standard"
         self.shard, self.draws = 0, Draws()
@@ -258,10 +251,10 @@ class GradientEngine:
             and any(issubclass(kind, nn.Conv2d) for kind in kinds)
             and not any(issubclass(kind, _InstanceNorm) for kind in kinds)
         )
-        self._checked = vmap  # nothing to look for then
+        self._checked = vmap  # examples cannot mix then
         self._fewest_rows = 1  # of a pass
         self._screened: tuple[Inputs, Tensor] | None = None
-        self._kinds: dict[str, list[Any]] = {}  # by shapes, what calls share (`_find_shared`)
+        self._kinds: dict[str, list[Any]] = {}  # by shapes, the arguments that calls share
 
     def _find_layers(self) -> None:
         """Find the layers to capture, and with which of them each parameter is clipped."""
@@ -279,8 +272,8 @@ class GradientEngine:
         self.clipping.check(self.layers)
 
     def _settle_layouts(self, inputs: Inputs, targets: Tensor) -> None:
-        """Let the smallest module around a layer that hooks cannot follow run whole, for each
-        example, and say so once. What else fails is left to those who check."""
+        """Run the smallest module around a layer that hooks cannot follow by torch.func, with a
+        warning. Other failures are reported by the checks that follow."""
         few = take(inputs, slice(2)), targets[:2]
         while WHOLE not in self._alone:
             find_shared_arguments(self.model, self._layers, self.objective, *few)
@@ -296,27 +289,27 @@ class GradientEngine:
                 if lost == WHOLE:
                     return
                 around = lost.rpartition(".")[0] or WHOLE
-            except Exception:  # whatever a user's module does
+            except Exception:  # any error of a user's module
                 return
             self._alone.append(around)
             self._find_layers()
-            self.perturbation = self._perturbation  # noise within it is refused
+            self.perturbation = self._perturbation  # raises an error for noise within it
             warnings.warn(
-                f"{around}: runs by torch.func for each record, as hooks cannot follow "
-                f"{lost} in it; that takes time, and memory for the rows of a pass times "
-                "its parameters",
+                f"{around}: runs by torch.func for each record, because hooks cannot follow "
+                f"{lost} in it; this is slower and needs memory for the rows of a pass times its "
+                "parameters",
                 stacklevel=2,
             )
 
     def _find_fewest_rows(self, inputs: Inputs, targets: Tensor) -> None:
-        """Let a pass of one record repeat it if the model runs on two only, as with `squeeze`."""
+        """Let a pass of one record repeat it if the model needs two rows, as with `squeeze`."""
 
         def runs(rows: int) -> bool:
             some, values = (take(inputs, slice(rows)), targets[:rows]), self._trainable()
             with torch.no_grad(), sums_in_order(device_of(inputs)):
                 try:
                     example_losses(self.model, self.objective, values, *some)
-                except Exception:  # whatever a user's module does
+                except Exception:  # any error of a user's module
                     return False
             return True
 
@@ -327,15 +320,14 @@ class GradientEngine:
 
     @property
     def written_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that passes write to, a dict of tensors by name; empty here."""
+        """Return the buffers that passes write to, a dict of tensors by name; here it is empty."""
         return {}
 
     @property
     def perturbation(self) -> Perturbation:
-        """Return the draws of the next steps, a `Perturbation`.
+        """Return the `Perturbation` of the next steps; the default is that of plain DP-SGD.
 
-        You may replace it between steps (a schedule). Without perturbation it is that of plain
-        DP-SGD.
+        You may replace it between steps (a schedule).
         """
         return self._perturbation
 
@@ -363,7 +355,7 @@ class GradientEngine:
 
         Returns:
             "per-example" (each record runs alone), "known layers" (the model has only listed
-            layers) or "screened" (examples gave the same gradient alone and among others).
+            layers) or "screened" (examples had the same gradient alone and among others).
         """
         if self.vmap or self.perturbation.per_example:
             return PER_EXAMPLE
@@ -389,7 +381,7 @@ class GradientEngine:
         Args:
             inputs: (B, ...), B >= 0; a tuple or dict of such tensors for your own loss.
             targets: (B, ...).
-            draw_key: 32 bytes, new for every step; required if there are draws or blocks.
+            draw_key: 32 bytes, new for every step; required with random numbers or blocks.
             record_ids: (B,), distinct non-negative ids that key per-example draws and blocks.
             out: float64 (size,) of zeros, in which the sum is computed; None for a new tensor.
             members: given if examples are users, whose inputs and targets are (B, K, ...) with K
@@ -401,7 +393,7 @@ class GradientEngine:
             `loss_sum` (float, over finite losses).
 
         Raises:
-            UserError: sizes disagree, an id is there twice, or the model mixes examples.
+            UserError: sizes disagree, an id occurs twice, or the model mixes examples.
         """
         batch = rows_of(inputs)
         if (1 if members is None else members.weights.shape[1]) != self.records_per_example:
@@ -410,8 +402,8 @@ class GradientEngine:
             raise UserError(f"{batch} inputs, but {len(targets)} targets or other record ids")
         if record_ids is not None and len(record_ids.unique()) < batch:
             raise UserError(
-                "record_ids: must be distinct, got one twice: what is drawn for a record is keyed "
-                "by its id. Number the records of the data set"
+                "record_ids: must be distinct, got one twice: random numbers of a record are keyed "
+                "by its id; number the records of the data set"
             )
         like = (inputs, targets) if members is None else _records_at(0, inputs, targets)
         self._check_kind(*like)
@@ -421,7 +413,7 @@ class GradientEngine:
         blocked = self._keyed_blocks(draw_key, record_ids)
         self._check_draws_by_row(blocked is not None)
         run = max_run_length(blocked.capacity + 1 if blocked else batch, self.sensitivity)
-        if rounds_factors(device_of(inputs)):  # float64 products never do
+        if rounds_factors(device_of(inputs)):  # products in float64 do not
             run = 1
         nonfinite, sums = 0, []
         perturbed: dict[int, dict[str, Tensor]] = {}
@@ -435,7 +427,7 @@ class GradientEngine:
             nonfinite += self._add_clipped(gradients, real, views, run)
             losses = losses[real]
             sums.append(losses.where(losses.isfinite(), 0.0).sum())
-        loss_sum = sum(torch.stack(sums).tolist(), 0.0) if sums else 0.0  # from a device, once
+        loss_sum = sum(torch.stack(sums).tolist(), 0.0) if sums else 0.0  # one transfer
         return ClippedSum(flat, batch, nonfinite, loss_sum)
 
     def rows_per_pass(self, blocks: Blocks) -> int:
@@ -458,7 +450,7 @@ class GradientEngine:
 
         Yields:
             A pair for each pass: its rows (int64 tensor of positions in the batch), and a slice or
-            tensor of those that count; the others repeat one that does.
+            tensor of the rows that count; the others repeat one of these.
         """
         for _, rows, real in self._labeled_passes(batch, draw_key, record_ids):
             yield rows, real
@@ -466,9 +458,9 @@ class GradientEngine:
     def _labeled_passes(
         self, batch: int, draw_key: bytes, record_ids: Tensor | None
     ) -> Iterator[tuple[tuple[str | int, ...], Tensor, slice | Tensor]]:
-        """Yield the passes, each behind the label of what the model draws in it."""
+        """Yield the label that keys a pass's random numbers, its rows, and the rows that count."""
         for label, rows, real in self._planned_passes(batch, draw_key, record_ids):
-            if len(rows) < self._fewest_rows:  # it repeats itself
+            if len(rows) < self._fewest_rows:
                 rows, real = rows.repeat(self._fewest_rows), slice(1)
             yield label, rows, real
 
@@ -490,33 +482,33 @@ class GradientEngine:
     def _drawing(
         self, draw_key: bytes, label: tuple[str | int, ...]
     ) -> AbstractContextManager[None]:
-        """Let the model draw in the block what the pass of this label draws
+        """Key the model's random numbers in the block by the label of a pass
         (`dpdist.gradients.random_passes`)."""
         if not self.draws.any:
             return nullcontext()
         if not draw_key:
             raise UserError(
                 "draw_key: must be 32 secret bytes, new for each step, for a model or loss that "
-                "draws random numbers (dropout), got none: they are keyed by it"
+                "uses random numbers (dropout), got no key"
             )
         of_shard = ("shard", self.shard) if label[0] == "pass" else ()
         return keyed_draws(pass_key(draw_key, *of_shard, *label), self.parameters[0].device)
 
     def _check_draws_by_row(self, blocked: bool) -> None:
-        """Raise UserError where rows of a pass share what the layout takes to be their own."""
+        """Raise UserError if rows of a pass share random numbers that the layout takes as own."""
         alone = self.micro_batch == 1 or self.vmap or self.perturbation.per_example
         if self.draws.shared and not (alone or (blocked and self.rounding == "fixed-row")):
             raise UserError(
                 f"model: must draw random numbers for each record, got {self.draws.shared[0]} for "
-                "all rows of a pass, so that one record more could move them all: set "
+                "all rows of a pass, so that one more record could change all of them: set "
                 "resources.rounding: fixed-row or resources.micro_batch: 1, or draw with a "
                 "dimension of the batch",
                 see="explanation/gradients.md#random-numbers-in-a-pass",
             )
 
     def _invented(self, inputs: Inputs, targets: Tensor, count: int) -> tuple[Inputs, Tensor]:
-        """Return examples of the shapes and types of these: those that were screened where there
-        are such, because only who declared them knows what a loss of one's own can take."""
+        """Return `count` examples of the shapes and types of these: screened ones if there are any,
+        since a custom loss may not accept others."""
         if self._screened is not None:
             known, wanted = self._screened
             alike = [t.shape[1:] for t in tensors_of(known)] == [
@@ -529,7 +521,7 @@ class GradientEngine:
             return make_synthetic_examples(self.model, inputs, targets, count)
 
     def _laid_out(self, inputs: Inputs) -> Inputs:
-        """Return inputs in the memory format that the model's convolutions are fast in."""
+        """Return inputs in the memory format in which the model's convolutions are fast."""
 
         def lay_out(tensor: Tensor) -> Tensor:
             if self._channels_last and tensor.dim() == 4:
@@ -548,8 +540,8 @@ class GradientEngine:
         views: list[Tensor],
         run: int,
     ) -> int:
-        """Add one pass's clipped gradients, of its `real` rows, to the sum; returns how many were
-        not finite."""
+        """Add the clipped gradients of a pass's `real` rows to the sum; return the number of those
+        that were not finite."""
         table = self._squared_norms(gradients)
         if table is None:
             return 0
@@ -569,7 +561,7 @@ class GradientEngine:
         return bad
 
     def _squared_norms(self, gradients: list[PerExampleGradient]) -> Tensor | None:
-        """Return the squared norms of the weighted gradients (layers, B); None without any."""
+        """Return the squared norms of weighted gradients (layers, B); None without gradients."""
         squared: dict[int, Tensor] = {}
         for row, gradient in zip(self._row, gradients, strict=True):
             norms = gradient.squared_norms()
@@ -582,19 +574,16 @@ class GradientEngine:
         return table * self.perturbation.gradient_weight**2
 
     def _factors(self, table: Tensor) -> Tensor:
-        """Return what gradients of these finite squared norms are multiplied by, (layers, B)."""
-        factors = self.clipping.factors(table, self._slack())
+        """Return the factors (layers, B) of gradients with these finite squared norms."""
+        # The clip is lowered by the slack, so that rounding stays within the sensitivity.
+        slack = rounding_slack(self.precision)
+        if self.blocks is not None:
+            slack += sum_slack(self.precision)
+        factors = self.clipping.factors(table, slack)
         return (factors * self.perturbation.gradient_weight).expand(len(self.layers), -1)
 
-    def _slack(self) -> float:
-        """How much harder to clip than asked for, so that rounding stays within the sensitivity."""
-        dtype = self.precision
-        if self.blocks is None:
-            return rounding_slack(dtype)
-        return rounding_slack(dtype) + sum_slack(dtype)
-
     def _trainable(self) -> dict[str, Tensor]:
-        """The values to run with; convolutions are much faster on a CPU in channels-last format."""
+        """Return the trained parameters by name, detached and in the format of the convolutions."""
         values = {name: parameter.detach() for name, parameter in self._named.items()}
         if self._channels_last:
             for name, value in values.items():
@@ -622,8 +611,11 @@ class GradientEngine:
         members: UserMembers | None = None,
         label: tuple[str | int, ...] = ("pass",),
     ) -> tuple[list[PerExampleGradient], Tensor]:
-        """Sums over the draws (not yet weighted but by their shares) and over the records of a
-        user, one entry per parameter; mean losses (B,). label: of the pass, for what it draws."""
+        """Return gradients by parameter, summed over draws and over a user's records, and losses.
+
+        Gradients have the weights of draws, not yet `gradient_weight`; losses (B,) are means.
+        label: of the pass, which keys its random numbers.
+        """
         gradients = self._empty_gradients()
         if members is None:
             seen = self._laid_out(inputs)
@@ -653,9 +645,9 @@ class GradientEngine:
         weights: Tensor | None,
         label: tuple[str | int, ...],
     ) -> Tensor:
-        """Add the gradients of one record of each example, under every draw; summed losses (B,).
+        """Add the gradients of one record of each example under every draw; return losses (B,).
 
-        weights: (B,), of the record in its example; None: 1.
+        weights: (B,), weight of the record in its example; None for 1. Losses are summed.
         """
         draws = self.perturbation
         total = torch.zeros(rows_of(inputs), dtype=torch.float64, device=device_of(inputs))
@@ -680,7 +672,7 @@ class GradientEngine:
         gradients: list[PerExampleGradient],
         share: Tensor | float | None,
     ) -> Tensor:
-        """Add the gradients of one draw; losses (B,)."""
+        """Add the gradients of one draw; return the losses (B,)."""
         draws = self.perturbation
         seen = self.perturb_inputs(inputs, record_ids, draw_key, draw)
         if self.vmap or draws.per_example:
@@ -699,11 +691,11 @@ class GradientEngine:
     def perturb_inputs(
         self, inputs: Inputs, record_ids: Tensor | None, draw_key: bytes, draw: int
     ) -> Inputs:
-        """Return inputs (B, ...) as a draw has them: augmented, then perturbed.
+        """Return inputs (B, ...) of a draw: augmented, then perturbed.
 
         Args:
             inputs: (B, ...), a tensor or a tuple or dict of tensors.
-            record_ids: (B,), ids that key per-example draws; None if there are none.
+            record_ids: (B,), ids that key per-example draws; None without such draws.
             draw_key: 32 bytes of the step.
             draw: number of the draw, 0 <= draw < K.
 
@@ -711,7 +703,7 @@ class GradientEngine:
             Inputs of the same form and shape.
 
         Raises:
-            UserError: augmentation has no record ids.
+            UserError: augmentation needs record ids, and none are given.
         """
         if self.augmentation is not None:
             if record_ids is None:
@@ -728,8 +720,8 @@ class GradientEngine:
         """
         if self.draws.any:
             raise UserError(
-                "model: must draw no random numbers for targets that it makes itself "
-                "(consistency), got dropout or the like: set its probability to 0"
+                "model: must not use random numbers for targets that it computes itself "
+                "(consistency), got dropout or a similar layer: set its probability to 0"
             )
         with sums_in_order(inputs.device):
             found: Tensor = self.model(inputs)
@@ -738,7 +730,7 @@ class GradientEngine:
     def _hidden_noise(
         self, record_ids: Tensor | None, draw_key: bytes, draw: int
     ) -> dict[str, Callable[[Tensor], Tensor]]:
-        """What the draw does to the outputs of modules, by their names."""
+        """Return the change of each noised module's output in this draw, by the module's name."""
 
         def noise(place: int) -> Callable[[Tensor], Tensor]:
             return lambda output: self.perturbation.perturb_output(
@@ -757,8 +749,10 @@ class GradientEngine:
         gradients: list[PerExampleGradient],
         share: Tensor | float | None,
     ) -> Tensor:
-        """Every example alone, with its own perturbed parameters if the draws are per example:
-        torch.func over the whole model."""
+        """Add the gradients of a draw by torch.func over the whole model; return the losses (B,).
+
+        Each example has its own perturbed parameters if draws are per example.
+        """
         draws, own_values = self.perturbation, None
         if isinstance(draws, ParameterPerturbation) and draws.per_example:
             if record_ids is None:
@@ -807,12 +801,13 @@ class GradientEngine:
     def validate(self, inputs: Inputs, targets: Tensor) -> None:
         """Check that a model does not mix examples, and choose the micro-batch. Returns nothing.
 
-        Use examples that contain nothing private, since whoever watches learns the answer. An
-        engine that was not validated invents some before its first sum, of the shape and type of
-        what it is given. torch's random state does not change.
+        Use examples that contain nothing private, since an observer learns the result. An engine
+        that was not validated invents examples of the shapes and types of its first batch.
+        torch's random state does not change.
 
         Args:
-            inputs: (B, ...), public or invented, of the declared range and vocabulary; about 33.
+            inputs: about 33 examples (B, ...), public or invented, of the declared range and
+                vocabulary.
             targets: (B, ...), as the objective takes them.
 
         Raises:
@@ -855,7 +850,7 @@ class GradientEngine:
             if draws is None:
                 raise UserError(
                     "the model must run on two and on three copies of an example, got an error for "
-                    "each: mend it, or give examples that it takes to validate()"
+                    "each: fix it, or give validate() examples that it accepts"
                 )
             self.draws = draws
             if self._channels_last:
@@ -867,7 +862,7 @@ class GradientEngine:
         self._check_draws_by_row(True)
 
     def _find_mixed_draws(self, inputs: Inputs, targets: Tensor) -> None:
-        """Note where a row's loss follows from what other rows draw."""
+        """Record whether a row's loss depends on random numbers of other rows."""
 
         def run(number: int, rows: list[int]) -> Tensor:
             label, ids = ("pass", "tried", number), torch.tensor(rows)
@@ -881,13 +876,13 @@ class GradientEngine:
     def measure_moves(self, inputs: Inputs, targets: Tensor, blocks: Blocks) -> float:
         """Return the largest change of a clipped gradient when a record moves, a float.
 
-        A record moves by a row, and to a pass of a different length; its random draws move with it.
-        It releases nothing.
+        A record moves by a row, and to a pass of a different length, with its random numbers.
+        Nothing is released.
 
         Args:
             inputs: (B, ...), B >= 2, public or invented.
             targets: (B, ...), as the objective takes them.
-            blocks: those of the steps, from which passes get their length.
+            blocks: blocks of the steps, which determine the length of passes.
 
         Returns:
             The change in units of the sensitivity; 0 if no bit changed.
@@ -920,11 +915,11 @@ class GradientEngine:
         return [module.training for module in self.model.modules()]
 
     def _check_kind(self, inputs: Inputs, targets: Tensor) -> None:
-        """Check the model before its first sum and when its layers are in another mode, and look
-        again at what its calls share where a record has another shape.
+        """Check the model before its first sum and after its layers change their mode; find shared
+        arguments for each new shape of a record.
 
-        A model that normalizes over the batch in training mode alone passes in evaluation mode, as
-        BatchNorm does.
+        A model that normalizes over the batch only in training mode, such as BatchNorm, passes in
+        evaluation mode.
         """
         modes = self._current_modes()
         if modes != self._modes:
@@ -936,11 +931,11 @@ class GradientEngine:
             self._find_shared(inputs, targets, invented=False)
 
     def _find_shared(self, inputs: Inputs, targets: Tensor, *, invented: bool = True) -> None:
-        """Find what calls of layers share for records of this shape, once for each shape.
+        """Find the arguments that calls of layers share for records of this shape, once per shape.
 
         Args:
-            invented: the examples hold nothing private; otherwise shapes and types are looked at
-                alone.
+            invented: whether the examples contain nothing private; if not, only their shapes and
+                types are read.
 
         Raises:
             UserError: examples of this shape do not run.
@@ -952,7 +947,7 @@ class GradientEngine:
             if not find_shared_arguments(self.model, self._layers, self.objective, *some):
                 raise UserError(
                     "the model must run on two and on three copies of an example, got an error "
-                    f"for inputs and targets of shapes {shapes}: give such examples to validate()"
+                    f"for inputs and targets of shapes {shapes}: give validate() such examples"
                 )
             found = [(dict(layer.shared), dict(layer.lengths)) for layer in self._layers]
             self._kinds[str(shapes)] = found
@@ -963,7 +958,7 @@ class GradientEngine:
             layer.lengths.update(lengths)
 
     def _takes_channels_last(self, inputs: Inputs, targets: Tensor) -> bool:
-        """Return whether the model runs in that format, as `view` across dimensions does not."""
+        """Return whether the model runs in channels-last format; `view` of dimensions may not."""
         seen = self._laid_out(take(inputs, slice(2)))
         with torch.no_grad():
             try:
@@ -973,7 +968,7 @@ class GradientEngine:
         return True
 
     def _choose_micro_batch(self, inputs: Inputs, targets: Tensor) -> int:
-        """From the bytes one example keeps alive, found with a pass over two examples."""
+        """Return the examples per pass, by the bytes that a pass over two examples keeps alive."""
         if self.vmap or self.perturbation.per_example:
             example = 16 * self.size + 64 * sum(each[0].numel() for each in tensors_of(inputs))
             return max(1, _MICRO_BATCH_BYTES // example)
@@ -1008,18 +1003,18 @@ class GradientEngine:
 
 
 def _refuse_complex_parameters(named: Mapping[str, nn.Parameter]) -> None:
-    """Raise UserError for a trained parameter whose imaginary part the sum would drop."""
+    """Raise UserError for a complex trained parameter, whose imaginary part the sum would drop."""
     for name, parameter in named.items():
         if parameter.is_complex():
             raise UserError(
-                f"parameter {name}: must be real, got {parameter.dtype}: hold real and imaginary "
+                f"parameter {name}: must be real, got {parameter.dtype}: store real and imaginary "
                 "parts in one real parameter, and use torch.view_as_complex in forward"
             )
 
 
 @contextmanager
 def _errors_of_isolated_models() -> Iterator[None]:
-    """Raise UserError for what a user's module cannot do under torch.func.vmap."""
+    """Raise UserError for errors of a user's module under torch.func.vmap."""
     try:
         yield
     except (UserError, torch.OutOfMemoryError):
@@ -1040,9 +1035,9 @@ def _preserve_random_state(device: torch.device) -> Iterator[None]:
 
 
 def _records_at(place: int, inputs: Inputs, targets: Tensor) -> tuple[Inputs, Tensor]:
-    """Return one record of each user: inputs and targets (B, ...) of (B, K, ...).
+    """Return inputs and targets (B, ...) of one record of each user, from (B, K, ...).
 
-    Each has memory of its own, as `PerExampleGradient` tells inputs apart.
+    They are copies: `PerExampleGradient` compares inputs by their memory.
     """
     record = each_tensor(lambda each: each[:, place].contiguous(), inputs)
     return record, targets[:, place].contiguous()
@@ -1051,16 +1046,14 @@ def _records_at(place: int, inputs: Inputs, targets: Tensor) -> tuple[Inputs, Te
 # --- the objective ----------------------------------------------------------------------------
 
 
-# (engine, inputs, labels, draw key, record ids) to targets, row b from record b, key and model.
+# (engine, inputs, labels, draw key, record ids) to targets; row b depends on record b, key, model.
 TargetFunction = Callable[[GradientEngine, Tensor, Tensor, bytes, Tensor], Tensor]
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Per-example cross-entropy: logits (B, classes), labels (B,) to losses (B,).
+    """Return the cross-entropy (B,) of logits (B, classes) and labels (B,).
 
-    Of an example with many targets, logits (B, T, classes) and (B, T), the mean over those that
-    there are, which are not below 0; so an example's gradient is the mean of theirs, before it is
-    clipped, and what one of them says about it is clipped with all others.
+    For logits (B, T, classes) and labels (B, T) it is the mean over an example's labels >= 0.
     """
     if targets.dim() == 1:
         return torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
@@ -1071,30 +1064,30 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """||g(z) - x||_2^2 of each record: (B, ...), (B, ...) to (B,)."""
+    """Return the squared L2 distance (B,) of outputs and targets, both (B, ...)."""
     return (outputs - targets).square().flatten(1).sum(1)
 
 
 def label_targets(
     engine: GradientEngine, inputs: Tensor, labels: Tensor, draw_key: bytes, record_ids: Tensor
 ) -> Tensor:
-    """Targets of a classifier."""
+    """Return the targets of a classifier: the labels."""
     return labels
 
 
 def input_targets(
     engine: GradientEngine, inputs: Tensor, labels: Tensor, draw_key: bytes, record_ids: Tensor
 ) -> Tensor:
-    """Targets of a denoiser: the clean inputs."""
+    """Return the targets of a denoiser: the clean inputs."""
     return inputs
 
 
 @dataclass(frozen=True)
 class TrainingObjective:
-    """What is learned: per-example losses (B,) of (outputs, targets).
+    """A learning task: per-example losses (B,) of (outputs, targets).
 
     module_name: the submodule that is trained and whose outputs count; None for the whole model.
-    targets: what the outputs are compared with; row b depends on record b, the key and the model.
+    target_function: computes the targets; row b depends on record b, the key and the model.
     """
 
     loss_function: Losses = cross_entropy
@@ -1102,42 +1095,5 @@ class TrainingObjective:
     target_function: TargetFunction = label_targets
 
     def trained_module(self, model: nn.Module) -> nn.Module:
-        """The part of `model` to train."""
+        """Return the part of `model` to train."""
         return model if self.module_name is None else model.get_submodule(self.module_name)
-
-
-# --- consistency of noisy copies --------------------------------------------------------------
-
-
-def weighted_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Logits (B, C) and weights of the classes (B, C), >= 0, of any sum, to losses (B,)."""
-    return -(targets * outputs.log_softmax(1)).sum(1)
-
-
-def consistency_targets(
-    engine: GradientEngine,
-    inputs: Tensor,
-    labels: Tensor,
-    draw_key: bytes,
-    record_ids: Tensor,
-    weight: float,
-) -> Tensor:
-    """Class weights (B, C) for `weighted_cross_entropy`, from the engine's draws of this key."""
-
-    def agreed(some: Tensor, ids: Tensor, key: bytes) -> Tensor:
-        copies = [
-            engine.outputs(engine.perturb_inputs(some, ids, key, k)).softmax(1)
-            for k in range(engine.perturbation.count)
-        ]
-        return torch.stack(copies).mean(0)
-
-    passes = list(engine.iter_passes(len(inputs), draw_key, record_ids))
-    parts = []
-    with torch.no_grad():
-        for rows, real in passes or [(torch.arange(0), slice(0))]:
-            parts.append(agreed(inputs[rows], record_ids[rows], draw_key)[real])
-    mean = torch.cat(parts)
-    if passes:
-        order = torch.cat([rows[real] for rows, real in passes])
-        mean = mean[order.argsort()]
-    return torch.nn.functional.one_hot(labels, mean.shape[1]).to(mean) + weight * mean

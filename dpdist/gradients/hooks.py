@@ -36,21 +36,18 @@ from dpdist.gradients.random_passes import Draws, States, find_draws, random_sta
 # --- losses and batches -----------------------------------------------------------------------
 
 
-def _as_they_are(losses: Tensor, targets: Tensor) -> Tensor:
-    return losses
-
-
 @dataclass(frozen=True)
 class OwnLoss:
     """A loss that runs the forward passes itself.
 
-    function: of the module and a batch to losses (B,), one value a record. The batch is
-    `(inputs, targets)`, `(*inputs, targets)` where a record has several inputs, or the dict of its
-    fields. then: of losses (B,) and targets (B, ...), to the losses that are learned.
+    function: of the module and a batch, returns losses (B,), one value per record. The batch is
+    `(inputs, targets)`, `(*inputs, targets)` if a record has several inputs, or the dict of its
+    fields. then: of losses (B,) and targets (B, ...), returns the losses to learn; None for the
+    same.
     """
 
     function: Callable[[nn.Module, Any], Tensor]
-    then: Callable[[Tensor, Tensor], Tensor] = _as_they_are
+    then: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 Losses = Callable[[Tensor, Tensor], Tensor]  # of the model's outputs and the targets
@@ -65,18 +62,16 @@ def example_losses(
     inputs: Inputs,
     targets: Tensor,
 ) -> Tensor:
-    """Compute the losses (B,) of a model with these parameters in place of its own.
+    """Compute the losses (B,) of a model with these parameters instead of its own.
 
     Raises:
-        UserError: the objective does not return one value a record.
+        UserError: the objective does not return one value per record.
     """
     if isinstance(objective, OwnLoss):
-        own = objective
         several = inputs if isinstance(inputs, tuple) else (inputs,)
         batch = inputs if isinstance(inputs, dict) else (*several, targets)
-        losses = run_with_values(
-            model, values, lambda: own.then(own.function(model, batch), targets)
-        )
+        losses = run_with_values(model, values, partial(objective.function, model, batch))
+        losses = losses if objective.then is None else objective.then(losses, targets)
     else:
         losses = objective(call_with_values(model, values, (inputs,)), targets)
     count = rows_of(inputs)
@@ -96,11 +91,11 @@ def weighted_by_class(objective: Objective, weights: Sequence[float]) -> Objecti
     """
 
     def weighted(losses: Tensor, targets: Tensor) -> Tensor:
-        # A mean over the batch must not become (B,) here: `example_losses` refuses it as it is.
+        # A mean over the batch must not become (B,) here: `example_losses` raises an error for it.
         if not isinstance(losses, Tensor) or losses.shape != targets.shape:
             return losses
         by_class = torch.tensor(weights, dtype=losses.dtype, device=losses.device)
-        return losses * by_class[targets.long()]  # bools and bytes would be a mask of rows
+        return losses * by_class[targets.long()]  # bools and bytes would select rows
 
     if isinstance(objective, OwnLoss):
         return replace(objective, then=weighted)
@@ -123,12 +118,12 @@ def tensors_of(inputs: Inputs) -> list[Tensor]:
 
 
 def rows_of(inputs: Inputs) -> int:
-    """Return how many examples the inputs are of."""
+    """Return the number of examples."""
     return len(tensors_of(inputs)[0])
 
 
 def device_of(inputs: Inputs) -> torch.device:
-    """Return where the inputs lie."""
+    """Return the device of the inputs."""
     return tensors_of(inputs)[0].device
 
 
@@ -139,15 +134,15 @@ def device_of(inputs: Inputs) -> torch.device:
 class Layer:
     """A module that owns trainable parameters.
 
-    parameter_indices: local parameter name -> position among the trainable parameters.
-    parameter_names: local name -> name in the model, of all its parameters. fallback: it has no
-    rule and goes to torch.func, with all its submodules. shared: of such a layer, and of a table
-    that is looked up, from the number of a call in its pass and the form of its arguments to the
-    shapes of those that belong to no example, by their places (`find_shared_arguments`). lengths:
-    of a layer that treats positions alone, from the number of a call to its output's number of
-    dimensions and what is as long as it. draws: whether its rule runs it again and it draws random
-    numbers; without a rule it then runs by torch.func in the forward pass too.
-    alone: whether it does so because hooks cannot follow a layer in it.
+    parameter_indices: position among the trainable parameters, by local name. parameter_names: name
+    in the model, by local name, of all its parameters. fallback: whether it has no rule and runs by
+    torch.func, with all its submodules. shared: for such a layer and for an embedding, shapes of
+    the arguments that belong to no example, by place; by the number of a call in its pass and the
+    form of its arguments (`find_shared_arguments`). lengths: for a layer that treats positions
+    separately, number of dimensions of its output and the inputs as long as it, by number of the
+    call. draws: whether its rule runs it again and it uses random numbers; without a rule it then
+    runs by torch.func in the forward pass too. alone: whether it runs by torch.func because hooks
+    cannot follow a layer in it.
     """
 
     name: str
@@ -171,7 +166,7 @@ class Layer:
         return self.fallback or isinstance(self.module, nn.RNNBase)
 
 
-# (input, its first dimensions) that have so many positions as something else
+# (input, number of its first dimensions) with a given number of positions
 Beginnings = frozenset[tuple[int, int]]
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -180,7 +175,7 @@ LayerCallback = Callable[[Layer, LayerCall], None]
 
 
 def collector(gradients: Sequence[PerExampleGradient]) -> LayerCallback:
-    """Return a callback that adds what each layer's rule makes of its calls to the gradients."""
+    """Return a callback that adds the contributions of each layer's rule to the gradients."""
 
     def collect(layer: Layer, call: LayerCall) -> None:
         for local, contribution in layer.rule(call):
@@ -190,17 +185,17 @@ def collector(gradients: Sequence[PerExampleGradient]) -> LayerCallback:
 
 
 class LayoutError(UserError):
-    """A layer whose output does not have the examples where hooks look for them."""
+    """A layer whose output does not have the examples on the expected dimension."""
 
-    def __init__(self, layer: str, said: str) -> None:
-        super().__init__(said)
+    def __init__(self, layer: str, message: str) -> None:
+        super().__init__(message)
         self.layer = layer
 
 
 def find_layers(model: nn.Module, alone: Collection[str] = ()) -> list[Layer]:
-    """Return the layers to capture, in the model's order; slots number the trainable parameters.
+    """Return the layers to capture, in the model's order.
 
-    alone: names of modules that run whole, for each example.
+    alone: names of modules that run as a whole by torch.func, for each example.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     index = {id(parameter): slot for slot, parameter in enumerate(trainable)}
@@ -218,7 +213,7 @@ def find_layers(model: nn.Module, alone: Collection[str] = ()) -> list[Layer]:
         rule = None if whole else find_rule(module)
         fallback = rule is None
         if rule is None:
-            # Differentiated as a whole: its submodules may be used in ways hooks do not see.
+            # Differentiated as a whole: hooks may not see how it uses its submodules.
             rule = per_example_vjp
             claimed.update(id(child) for child in module.modules())
             own = dict(module.named_parameters())
@@ -236,18 +231,20 @@ def _twins(model: nn.Module, layers: list[Layer]) -> list[Layer]:
     return find_layers(model, [layer.name for layer in layers if layer.alone])
 
 
-# never called on examples: they are their module's own
+# modules that hold parameters and are never called on examples
 _ParameterContainer = nn.ParameterList | nn.ParameterDict | ParametrizationList
 
 
 def _own_parameters(module: nn.Module) -> tuple[dict[str, nn.Parameter], list[nn.Module]]:
-    """By local name, those it holds itself, in lists and dicts, and for its parametrizations; and
-    the modules that hold these."""
+    """Return a module's own parameters by local name, and the modules that hold them.
+
+    They include those in lists, in dicts and of its parametrizations.
+    """
     own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     children = list(module.named_children())
     if is_parametrized(module):
-        made = module.get_submodule("parametrizations")
-        children += [(f"parametrizations.{name}", child) for name, child in made.named_children()]
+        parts = module.get_submodule("parametrizations")
+        children += [(f"parametrizations.{name}", child) for name, child in parts.named_children()]
     holders = [(name, child) for name, child in children if isinstance(child, _ParameterContainer)]
     for name, holder in holders:
         own |= {f"{name}.{inner}": p for inner, p in holder.named_parameters()}
@@ -267,11 +264,11 @@ class _PassState:
     in_rule: bool = False
     calls: Counter[str] = field(default_factory=Counter)  # by layer
     shapes: Sequence[torch.Size] = ()  # of the inputs
-    # Of layers that draw: generators when the call began, and the arguments that are shared.
+    # For layers that draw: generators when the call began, and the shared arguments.
     entered: dict[str, list[tuple[States, frozenset[int]]]] = field(default_factory=dict)
 
     def beginnings(self, length: int) -> Beginnings:
-        """Return of which inputs which first dimensions have so many positions."""
+        """Return inputs, and numbers of their first dimensions, with this many positions."""
         return frozenset(
             (number, size)
             for number, shape in enumerate(self.shapes)
@@ -282,7 +279,7 @@ class _PassState:
     def shared_arguments(self, layer: Layer, arguments: Any) -> frozenset[int]:
         """Return the places of arguments of a layer's next call that belong to no example.
 
-        Raises UserError where another shape than the known one looks like records.
+        Raises UserError if an argument has a different shape than before that looks like records.
         """
         if not layer.may_share:
             return frozenset()
@@ -293,13 +290,13 @@ class _PassState:
             if now != shape and now[:1] == (self.batch,):
                 raise UserError(
                     f"layer {layer.name} must be given positions or a mask of shape {tuple(shape)} "
-                    f"in each pass, got {tuple(now)} for a batch of {self.batch}: these cannot be "
-                    "told from records; let no shape depend on values"
+                    f"in each pass, got {tuple(now)} for a batch of {self.batch}, which looks like "
+                    "records: let no shape depend on values"
                 )
         return frozenset(place for place, shape in known.items() if leaves[place].shape == shape)
 
     def next_call(self, layer: Layer, arguments: Any) -> tuple[tuple[int, str], list[Any]]:
-        """Return the number of a layer's next call with its arguments' form, and their leaves."""
+        """Return the number of a layer's next call, the form of its arguments, and their leaves."""
         leaves, form = pytree.tree_flatten(arguments)
         self.calls[layer.name] += 1
         kinds = [type(leaf).__name__ for leaf in leaves]
@@ -316,11 +313,11 @@ class _PassState:
     ) -> None:
         parameters = {local: self.values[name] for local, name in layer.parameter_names.items()}
         if any(_is_half(leaf) for leaf in pytree.tree_leaves((args, kwargs, output_gradients))):
-            # Autocast may give a layer half its input alone: widened before norms and sums.
+            # Autocast may give a layer inputs in half precision: widened before norms and sums.
             args, kwargs, output_gradients = pytree.tree_map_only(
                 Tensor, _at_least_float32, (args, kwargs, output_gradients)
             )
-            if layer.runs_again:  # with these
+            if layer.runs_again:  # with these arguments
                 parameters = {name: _at_least_float32(p) for name, p in parameters.items()}
         call = LayerCall(
             layer.module,
@@ -339,7 +336,7 @@ class _PassState:
             if layer.fallback and not isinstance(error, UserError):
                 error.add_note(
                     f"(layer {layer.name} has no rule, so torch.func runs it for each example "
-                    "alone: it must take and return the examples on dimension 0, also one)"
+                    "separately: it must take and return one or more examples on dimension 0)"
                 )
             raise
         finally:
@@ -365,7 +362,7 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
 
 
 class _Attach(torch.autograd.Function):
-    """Puts a layer output on the autograd graph although nothing before it requires a gradient."""
+    """Put a layer output on the autograd graph although nothing before it requires a gradient."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
@@ -388,12 +385,14 @@ def run_pass(
     *,
     weights: Tensor | float | None = None,
 ) -> Tensor:
-    """Run the model on one micro-batch; `on_call` receives every layer call with its back-signals.
+    """Run the model on one micro-batch and return the losses (B,), detached.
 
-    values: the trainable parameters by name, detached. weights: of the losses in the sum that
-    is differentiated, (B,) or one for all (default 1). Returns the losses (B,), detached. Raises
-    UserError if the objective does not return one loss per example or a layer does not keep the
-    examples apart.
+    on_call: receives every layer call with its output gradients. values: the trainable parameters
+    by name, detached. weights: weights of the losses in the sum that is differentiated, (B,) or one
+    for all (default 1).
+
+    Raises UserError if the objective does not return one loss per example or a layer does not keep
+    the examples apart.
     """
     everything = {name: p.detach() for name, p in model.named_parameters()} | dict(values)
     anchor = torch.zeros(0, device=device_of(inputs), requires_grad=True)
@@ -422,29 +421,29 @@ def run_pass(
     return losses.detach()
 
 
-# By the name of a layer and what tells its calls apart, the shapes of arguments by their places.
+# Shapes of arguments by place, by name of the layer and number and form of the call.
 _Shapes = dict[tuple[str, tuple[int, str]], dict[int, torch.Size]]
-# By the name of a layer and the number of its call: its output's number of dimensions, and lengths.
+# Number of dimensions of the output and its lengths, by name of the layer and number of the call.
 _Lengths = dict[tuple[str, int], tuple[int, Beginnings]]
 
 
 def find_shared_arguments(
     model: nn.Module, layers: list[Layer], objective: Objective, inputs: Inputs, targets: Tensor
 ) -> bool:
-    """Find which arguments of layers belong to no example, a mask (T, T) or positions (T,), and how
-    many rows layers are given that treat positions alone.
+    """Find the arguments of layers that belong to no example, and the lengths of outputs.
 
-    A pass of T rows does not tell: passes of two and of three do, of a copy of the model, which may
-    keep something. What they show is kept in the layers. Positions that are looked up once are
-    shared where the losses are the same if every example has a copy; a model that puts a dimension
-    before them does not take copies.
+    Such arguments are a mask (T, T) or positions (T,); lengths are those of layers that treat
+    positions separately. Passes of two and of three rows of a copy of the model tell them from
+    records. The layers keep the results. Positions that are looked up once are shared if the losses
+    are the same when every example has a copy; a model that adds a dimension before them does not
+    accept copies.
 
     Args:
         layers: from `find_layers(model)`.
-        inputs, targets: (B, ...), B >= 1, of which the first is repeated: public or invented.
+        inputs, targets: (B, ...), B >= 1, public or invented; the first example is repeated.
 
     Returns:
-        False where such passes do not run, and lengths alone would decide.
+        Whether such passes run; if not, only lengths could decide.
     """
     if not any(map(_is_watched, layers)):
         return True
@@ -455,13 +454,13 @@ def find_shared_arguments(
 
     def run(rows: int) -> tuple[_Shapes, _Lengths, Tensor]:
         some, labels = take(inputs, [0] * rows), targets[[0] * rows]
-        # All passes draw the same random numbers, and the caller's generator is left alone.
+        # All passes use the same random numbers, and the caller's generator does not change.
         with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             return _argument_shapes(_copy_of(model), layers, objective, some, labels)
 
     try:
         (two, short, losses), (three, long, _) = run(2), run(3)
-    except Exception:  # whatever a user's module does; a pass that is executed says it
+    except Exception:  # any error of a user's module; an executed pass reports it
         return False
     for layer in layers:
         for (name, call), (size, beginnings) in short.items():
@@ -483,11 +482,11 @@ def find_shared_arguments(
 
 
 def _copy_of(model: nn.Module) -> nn.Module:
-    """Return a copy with the same parameters; the model itself where it holds what cannot be
-    copied, such as a lock."""
+    """Return a copy with the same parameters; the model itself if it cannot be copied, as with a
+    lock."""
     try:
         return copy.deepcopy(model, {id(each): each for each in model.parameters()})
-    except Exception:  # whatever a user's objects raise
+    except Exception:  # any error of a user's objects
         return model
 
 
@@ -498,17 +497,17 @@ def _is_watched(layer: Layer) -> bool:
 def _same_losses(losses: Tensor, run: Callable[[], Tensor]) -> bool:
     try:
         return torch.allclose(losses, run(), rtol=1e-3, atol=1e-6, equal_nan=True)
-    except Exception:  # shapes that do not fit, for instance
+    except Exception:  # for example shapes that do not fit
         return False
 
 
 def _argument_shapes(
     model: nn.Module, layers: list[Layer], objective: Objective, inputs: Inputs, targets: Tensor
 ) -> tuple[_Shapes, _Lengths, Tensor]:
-    """Return what layers are given in one forward pass that may belong to no example, the lengths
-    of what those that treat positions alone return, and the losses.
+    """Return shapes of arguments that may belong to no example, lengths of outputs, and the losses.
 
-    layers: the model's, with what is known of them. What a table looks up for all is copied.
+    All are of one forward pass. layers: the model's; what an embedding looks up for all examples is
+    copied.
     """
     found: _Shapes = {}
     lengths: _Lengths = {}
@@ -547,9 +546,9 @@ def _argument_shapes(
 
 
 def run_with_values(model: nn.Module, values: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
-    """Run a forward and a backward pass with these parameters in place of the model's own.
+    """Run a forward and a backward pass with these parameters instead of the model's own.
 
-    Checkpoints run parts of the model again in the backward pass, with the same ones.
+    Checkpoints run parts of the model again in the backward pass, with the same parameters.
     """
     named = {f"model.{name}": value for name, value in values.items()}
     return call_with_values(_Enclosing(model, run), named, ())
@@ -571,9 +570,9 @@ _RUNNING: dict[int, _PassState] = {}  # by the identity of a module, the pass th
 
 @contextmanager
 def _install_hooks(layers: list[Layer], current: _PassState) -> Iterator[None]:
-    """Hooks live for one pass only, so the model stays picklable and copyable.
+    """Install hooks for one pass, so that the model stays picklable and copyable.
 
-    Raises UserError where another thread runs one of the layers: each would see both's records.
+    Raises UserError if a second thread runs one of the layers: each would see both's records.
     """
     handles = []
     try:
@@ -581,10 +580,10 @@ def _install_hooks(layers: list[Layer], current: _PassState) -> Iterator[None]:
             if _RUNNING.setdefault(id(layer.module), current) is not current:
                 raise UserError(
                     f"layer {layer.name} must be trained by one thread at a time, got a second "
-                    "one: give each thread a copy of the model (copy.deepcopy)"
+                    "thread: give each a copy of the model (copy.deepcopy)"
                 )
             hook = _forward_hook(layer, current)
-            # Before all others: noise that somebody puts on the output is none of the layer's.
+            # Before other hooks: noise added to the output does not belong to the layer.
             handles.append(layer.module.register_forward_hook(hook, with_kwargs=True, prepend=True))
         with _drawing_layers(layers, current):
             yield
@@ -625,8 +624,8 @@ def _forward_hook(layer: Layer, current: _PassState) -> Callable[..., Any]:
         if not flat:
             _check_batch_dimension(layer, current.batch, [leaves[position] for position in wanted])
         for position in wanted:
-            # A hook on a view is lost if it is changed in place. One on an output that another is
-            # made of, as an LSTMCell's is, sees that one's signals too.
+            # A hook on a view is lost if the view changes in place. If one output is computed from
+            # another, as in an LSTMCell, a hook on the latter sees the signals of both.
             if leaves[position]._is_view() or len(wanted) > 1:
                 leaves[position] = leaves[position].clone()
             if not leaves[position].requires_grad:
@@ -653,8 +652,10 @@ def _forward_hook(layer: Layer, current: _PassState) -> Callable[..., Any]:
 
 @contextmanager
 def _drawing_layers(layers: list[Layer], current: _PassState) -> Iterator[None]:
-    """Have layers that draw and run again draw the same numbers both times, until the block ends:
-    those without a rule run for each example alone from the beginning."""
+    """Let layers that draw and run again draw the same numbers both times, until the block ends.
+
+    Layers without a rule run by torch.func in the forward pass too.
+    """
     device, replaced = current.anchor.device, []
 
     def drawing(layer: Layer, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -694,7 +695,7 @@ def _drawing_layers(layers: list[Layer], current: _PassState) -> Iterator[None]:
 
 @contextmanager
 def drawing_as_in_passes(layers: list[Layer], inputs: Inputs) -> Iterator[None]:
-    """Let a plain forward and backward pass in the block draw what `run_pass` draws."""
+    """Let an ordinary forward and backward pass in the block draw what `run_pass` draws."""
     anchor = torch.zeros(0, device=device_of(inputs))
     state = _PassState(rows_of(inputs), {}, anchor, lambda layer, call: None)
     with _drawing_layers(layers, state):
@@ -704,20 +705,20 @@ def drawing_as_in_passes(layers: list[Layer], inputs: Inputs) -> Iterator[None]:
 def find_drawing_layers(
     model: nn.Module, layers: list[Layer], objective: Objective, inputs: Inputs, targets: Tensor
 ) -> Draws | None:
-    """Find what a pass draws, and keep in the layers which of them draw in a call that runs again.
+    """Find what a pass draws, and which layers draw in a call that runs again.
 
-    A copy of the model is asked, in passes of two and of three rows. The generators move.
+    A copy of the model runs passes of two and of three rows. The generators move.
 
     Args:
-        layers: from `find_layers(model)`.
-        inputs, targets: (B, ...), B >= 1, of which the first that runs is repeated: public or
-            invented.
+        layers: from `find_layers(model)`, which keep the result.
+        inputs, targets: (B, ...), B >= 1, public or invented; the first example that runs is
+            repeated.
 
     Returns:
-        What is drawn; None where no such pass runs.
+        What is drawn; None if no such pass runs.
 
     Raises:
-        UserError: numbers come from another generator than torch's global ones.
+        UserError: numbers come from a different generator than torch's global ones.
     """
     copied = _copy_of(model)
     twins = [
@@ -745,7 +746,7 @@ def find_drawing_layers(
             break
         except (UserError, torch.OutOfMemoryError):
             raise
-        except Exception:  # whatever a user's module does with numbers that are not finite
+        except Exception:  # any error of a user's module, as with non-finite numbers
             continue
     else:
         return None
@@ -755,8 +756,10 @@ def find_drawing_layers(
 
 
 def _for_each_example(batch: int, shared: Collection[int], *values: Any) -> Any:
-    """Return the arguments and, last, the output of a table for each example: what it looks up
-    once for all, (1, T) or with shared arguments (T,), is copied."""
+    """Return the arguments and, last, the output of an embedding for each example.
+
+    What it looks up once for all, (1, T) or with shared arguments (T,), is copied.
+    """
 
     def copied(tensor: Tensor) -> Tensor:
         one = tensor[None] if shared else tensor
@@ -768,7 +771,7 @@ def _for_each_example(batch: int, shared: Collection[int], *values: Any) -> Any:
 
 
 def _require_gradients(layer: Layer, output: Tensor) -> None:
-    """Raise UserError for an output that nothing can be learned from."""
+    """Raise UserError for an output without gradients."""
     if not output.requires_grad:
         raise UserError(
             f"layer {layer.name} must run with gradients, got torch.no_grad() or reentrant "
@@ -778,11 +781,11 @@ def _require_gradients(layer: Layer, output: Tensor) -> None:
 
 
 def _is_flat(layer: Layer, current: _PassState, output: Any) -> bool:
-    """Return whether a layer that treats positions alone has them beside the examples, (B * T, F).
+    """Return whether a layer's output has positions and examples in one dimension, (B * T, F).
 
-    T is that of an input, so that a selection of positions, as experts get it, is none. That
-    positions lie example by example is what `check_example_independence` looks at, as of every
-    other layer.
+    The layer treats positions separately, and T is that of an input, so that a selection of
+    positions, as for experts, does not count. `check_example_independence` checks that positions
+    are ordered by example.
     """
     return (
         layer.rule in POSITIONWISE
@@ -794,22 +797,22 @@ def _is_flat(layer: Layer, current: _PassState, output: Any) -> bool:
 
 
 def _refuse_selection(layer: Layer, current: _PassState, output: Any) -> None:
-    """Raise UserError for a call whose rows follow from the inputs otherwise than they did.
+    """Raise UserError for a call whose rows depend on the inputs differently than before.
 
-    As many selected positions as there are examples would be taken for these.
+    As many selected positions as examples would be mistaken for the examples.
     """
     if layer.rule not in POSITIONWISE or not isinstance(output, Tensor) or not output.dim():
         return
     current.calls[layer.name] += 1
     known = layer.lengths.get(current.calls[layer.name])
     now = current.beginnings(len(output))
-    if known is None or not now:  # of other lengths, a batch's dimension is missed
+    if known is None or not now:  # `_check_batch_dimension` reports other lengths
         return
     if known[0] != output.dim() or not known[1] & now:
         raise UserError(
             f"layer {layer.name} must be given all positions of each example, got a selection that "
             f"depends on values, of {len(output)} rows for a batch of {current.batch}: run it on "
-            "all of them, and multiply what does not count by zero"
+            "all positions, and multiply those that do not count by zero"
         )
 
 
@@ -818,10 +821,7 @@ def _detach_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
         return (args[0].detach(),), kwargs
-    result: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
-        Tensor, Tensor.detach, (args, kwargs)
-    )
-    return result
+    return pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))  # type: ignore[no-any-return]
 
 
 def _store(signals: list[Tensor | None], order: int) -> Callable[[Tensor], None]:
@@ -832,14 +832,16 @@ def _store(signals: list[Tensor | None], order: int) -> Callable[[Tensor], None]
 
 
 def _check_batch_dimension(layer: Layer, batch: int, outputs: list[Tensor]) -> None:
-    recurrent = isinstance(layer.module, nn.RNNBase)
-    dimension = 1 if isinstance(layer.module, nn.RNNBase) and not layer.module.batch_first else 0
+    module, dimension = layer.module, 0
     shape = tuple(outputs[0].shape) if outputs else ()
-    if recurrent and len(shape) != 3:
-        raise UserError(
-            f"layer {layer.name} must take a batch of sequences of one length, three dimensions: "
-            f"of a packed or an unbatched one it returned shape {shape} for a batch of {batch}"
-        )
+    if isinstance(module, nn.RNNBase):
+        dimension = 0 if module.batch_first else 1
+        if len(shape) != 3:
+            raise UserError(
+                f"layer {layer.name} must take a batch of sequences of one length, three "
+                f"dimensions, got a packed or an unbatched one: it returned shape {shape} for a "
+                f"batch of {batch}"
+            )
     if len(shape) <= dimension or shape[dimension] != batch:
         raise LayoutError(
             layer.name,

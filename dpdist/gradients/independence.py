@@ -1,12 +1,13 @@
-"""Screen a model for records that influence each other, and measure how rows round.
+"""Screen a model for records that influence each other, and measure the rounding of rows.
 
-Three words say why records are taken to be apart (`dpdist.core.fields`). `per-example`: each runs
-alone through `torch.func`. `known layers`: the model is one of the package, or made of layer types
-that treat each record alone. `screened`: examples that hold nothing private gave the same loss and
-gradient alone and among others, which proves nothing about other values.
+Three terms name the reason why records are taken as independent (`dpdist.core.fields`).
+`per-example`: each runs separately through `torch.func`. `known layers`: the model is one of the
+package, or has only layer types that treat each record separately. `screened`: examples without
+private data had the same loss and gradient alone and among others, which proves nothing about other
+values.
 
-The screening is for honest mistakes, such as a mean over the batch. It runs in the model's own
-precision, small models in a float64 copy, where a weaker influence is seen.
+The screening detects honest mistakes, such as a mean over the batch. It runs in the model's own
+precision, for small models in a float64 copy, which shows weaker influences.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ from dpdist.gradients.validation import (
     refuse_recurrent_layers,
 )
 
-SYNTHETIC_KEY = b"for invented examples alone".ljust(32)  # of what is drawn for them
+SYNTHETIC_KEY = b"for invented examples alone".ljust(32)  # of their random numbers
 
 # --- known layers -----------------------------------------------------------------------------
 
 
-# Each treats the first dimension's entries alone, whatever the shape of an entry.
+# Each treats the entries of the first dimension separately, whatever their shape.
 _KNOWN_LAYERS = (
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
     nn.Embedding, nn.GroupNorm, nn.LayerNorm, nn.InstanceNorm1d, nn.InstanceNorm2d,
-    nn.BatchNorm1d, nn.BatchNorm2d,  # in evaluation mode: others are refused
+    nn.BatchNorm1d, nn.BatchNorm2d,  # in evaluation mode only
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid,
     nn.Softplus, nn.Hardswish, nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d,
     nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.ZeroPad2d, nn.Flatten, nn.Dropout, nn.Identity,
@@ -83,10 +84,10 @@ def _is_known(module: nn.Module) -> bool:
 
 
 _FEW = 4  # examples whose signals and gradients are compared with autograd's
-_TOGETHER = 11  # examples of a pass: with others, and small enough for large models
+_TOGETHER = 11  # examples of a pass, small enough for large models
 _SMALL = 1 << 20  # parameters of a model that is copied to float64
 _GROUP = 1 << 20  # parameters differentiated at a time
-_EXACT, _OWN = (1e-7, 1e-10, 1e-12), (1e-2, 1e-4, 1e-6)  # tolerances, and a change of last digits
+_EXACT, _OWN = (1e-7, 1e-10, 1e-12), (1e-2, 1e-4, 1e-6)  # two tolerances, change of last digits
 _MIXES = (
     "depends on another example. Normalize within each example (torch.nn.GroupNorm), never over "
     "the batch"
@@ -102,10 +103,10 @@ def check_example_independence(
     alone: Collection[str] = (),
     fewest: int = 1,
 ) -> None:
-    """Check on examples that they do not mix and that no parameter's gradient is missed.
+    """Check with examples that a model does not mix them and that no gradient is missed.
 
-    That a run stops is seen, so the examples are public or invented: no private record has a say.
-    What a model does for special values alone is beyond them.
+    An observer sees that a run stops, so the examples are public or invented. A model that mixes
+    records only for special values passes.
 
     1. An example's loss and gradient must be the same alone and among others.
     2. The unclipped sum by book-keeping must equal autograd's own gradient.
@@ -114,11 +115,11 @@ def check_example_independence(
     Args:
         model: in the mode in which it is trained.
         objective: what is learned.
-        make_gradients: makes empty ones, one per parameter.
-        inputs: (B, ...), public or invented, two at least with finite gradients.
+        make_gradients: returns empty gradients, one per parameter.
+        inputs: (B, ...), public or invented, at least two with finite gradients.
         targets: (B, ...), as the objective takes them.
-        alone: names of modules that run whole, for each example.
-        fewest: rows of a pass; a model that runs on two only is compared beside copies of one.
+        alone: names of modules that run as a whole by torch.func, for each example.
+        fewest: least rows of a pass; with 2 an example is compared with a pass of its copies.
 
     Raises:
         UserError: the check failed, or too few gradients are finite.
@@ -133,16 +134,13 @@ def check_example_independence(
             ).run()
         except UserError:
             raise
-        except Exception:  # a model with constants of its own precision
+        except Exception:  # for example constants in a different precision
             pass
     try:
-        screening = _Screening(
-            model, objective, make_gradients, inputs, targets, _OWN, alone, fewest
-        )
-        screening.run()
+        _Screening(model, objective, make_gradients, inputs, targets, _OWN, alone, fewest).run()
     except (UserError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # whatever a user's module does
+    except Exception as error:  # any error of a user's module
         refuse_failing_model(model, error)
 
 
@@ -151,7 +149,7 @@ def _float64_copy(model: nn.Module) -> nn.Module | None:
         return None
     try:
         return copy.deepcopy(model).double()
-    except Exception:  # whatever a user's objects raise
+    except Exception:  # any error of a user's objects
         return None
 
 
@@ -192,8 +190,7 @@ class _Screening:
         if len(finite) < 2:
             raise UserError(
                 "the model cannot be checked: fewer than two public or invented examples have a "
-                "finite loss and gradient; mend it, or run each record through it alone "
-                "(model.vmap)"
+                "finite loss and gradient; fix it, or run each record separately (model.vmap)"
             )
         self._check_nothing_is_remembered(finite[0])
         few = finite[:_FEW]
@@ -206,12 +203,12 @@ class _Screening:
         for name, mark in _marks(self.model).items():
             if mark != before.get(name):
                 raise UserError(
-                    f"{name} changed in a forward pass: statistics of private data would be stored "
-                    "without noise"
+                    f"{name} changed in a forward pass, which would store statistics of private "
+                    "data without noise: let forward write to no buffer or parameter"
                 )
 
     def _companies(self) -> Iterator[list[int]]:
-        """Yield the examples of each pass: no one is alone, and those of small models share one."""
+        """Yield the examples of each pass: at least two; of small models, all of them."""
         count = len(self.targets)
         parts = 1 if self.exact else max(1, round(count / _TOGETHER))
         for part in range(parts):
@@ -220,7 +217,7 @@ class _Screening:
     # --- alone and among others
 
     def _sizes(self, rows: list[int], values: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Return each example's loss and its gradient's norms: float64 (rows, 2 + parameters).
+        """Return each example's loss and gradient norms: float64 (rows, 2 + parameters).
 
         The first norm is that of the whole gradient, the others those of its parameters' parts.
         """
@@ -242,7 +239,7 @@ class _Screening:
         return losses, gradients
 
     def _squares(self, gradients: list[PerExampleGradient], count: int) -> list[Tensor]:
-        """Squared norms of each example's gradient by parameter: float64 (B,)."""
+        """Return the squared norms of the examples' gradients by parameter: float64 (B,)."""
         zero = torch.zeros(count, dtype=torch.float64, device=self.device)
         found = [gradient.squared_norms() for gradient in gradients]
         return [zero if each is None else each.double() for each in found]
@@ -254,15 +251,15 @@ class _Screening:
         again = self._sizes([row])[0]
         if bool(((again - first).abs() > self._allowed(first)).any()):
             raise UserError(
-                "the model or loss gives one example another loss or gradient when it runs "
-                "again: it remembers earlier examples, or draws from a generator of its own; "
-                "let it depend on its arguments alone"
+                "the model or loss gives one example a different loss or gradient when it runs "
+                "again: it stores earlier examples or uses its own random generator; let it depend "
+                "on its arguments only"
             )
 
     def _compare_with_copies(self, finite: list[int]) -> None:
-        """Compare two examples among others with themselves among copies of themselves.
+        """Compare two examples among others with the same examples among their copies.
 
-        What a random layer draws depends on the number of rows.
+        The random numbers of a layer depend on the number of rows.
         """
         states, count = random_states(self.device), len(self.targets)
         for row in finite[:2]:
@@ -282,11 +279,11 @@ class _Screening:
         place: int,
         states: States | None = None,
     ) -> None:
-        """Raise UserError where an example's sizes are other ones among others.
+        """Raise UserError if an example's sizes differ among others.
 
-        They are held against the size of its gradient and, where they differ, against what a change
-        of the parameters in their last digits does, which is large where a tie is decided by
-        rounding. rows, place: the pass in which `alone` was found. states: from which it drew.
+        Differences are compared with the size of its gradient and with the effect of a change of
+        the parameters in their last digits, which is large if rounding decides a tie. rows, place:
+        the pass that computed `alone`. states: states of the generators before it.
         """
         allowed, difference = self._allowed(alone), (among - alone).abs()
         if bool((difference <= allowed).all()):
@@ -303,7 +300,7 @@ class _Screening:
         )
 
     def _allowed(self, alone: Tensor) -> Tensor:
-        """Return how far rounding may move an example's sizes."""
+        """Return the tolerance for an example's sizes."""
         allowed = self.tolerance * (alone.abs() + alone[1])
         allowed[0] = self.tolerance * (1 + float(alone[0].abs()))
         # Below it both precisions run out of digits.
@@ -316,14 +313,14 @@ class _Screening:
             found[name] = value * places.cos_().mul_(self.last_digits).add_(1).view_as(value)
         return found
 
-    # --- what autograd says
+    # --- comparison with autograd
 
     def _check_no_gradient_is_missed(self, inputs: Inputs, targets: Tensor) -> None:
-        """Compare the unclipped sum with autograd's.
+        """Compare the unclipped sum with autograd's gradient.
 
-        What differs is held against the sum of the examples' norms, which does not cancel, and
-        against the whole gradient: of a parameter without effect (a bias before a normalization)
-        both ways leave rounding only.
+        A difference is compared with the sum of the examples' norms, which does not cancel, and
+        with the whole gradient: for a parameter without effect (a bias before a normalization) both
+        have only rounding.
         """
         states = random_states(self.device)
         _, gradients = self._gradients(inputs, targets)
@@ -339,8 +336,8 @@ class _Screening:
             for slot, grad in zip(group, expected, strict=True):
                 if grad is None:
                     raise UserError(
-                        f"the loss does not depend on parameter {named[slot][0]}: it would get "
-                        "noise and learn nothing; freeze it (requires_grad_(False)) or use it"
+                        f"the loss does not depend on parameter {named[slot][0]}, which would only "
+                        "receive noise: freeze it (requires_grad_(False)) or use it"
                     )
                 largest = max(largest, float(grad.abs().max()))
                 size = max(norms[slot], float(grad.norm()))
@@ -350,20 +347,20 @@ class _Screening:
                 allowed = max(max(self.tolerance, 1e-4) * size, self.absolute_tolerance * whole)
                 if not (followed and float(grad.norm()) <= allowed):
                     raise UserError(
-                        f"the gradient of parameter {named[slot][0]} cannot be followed example by "
+                        f"the gradient of parameter {named[slot][0]} cannot be computed for each "
                         "example: it is used outside the forward of the module that owns it, or a "
                         "random layer draws differently in each pass"
                     )
         if not largest:
             raise UserError(
                 "model: must learn from an example, but the gradient of every trained parameter is "
-                "zero for all checked ones: are its adapters switched off or scaled by 0? It would "
-                "get noise and learn nothing"
+                "zero for all checked examples, so it would only receive noise: check whether its "
+                "adapters are switched off or scaled by 0"
             )
 
 
 def _marks(model: nn.Module) -> dict[str, str]:
-    """Return a number for each buffer and parameter, which a write of other values changes."""
+    """Return the norm of each buffer and parameter, which a write changes."""
     return {
         f"{kind} {name}": float(value.detach().double().norm()).hex()
         for kind, named in (
@@ -375,7 +372,7 @@ def _marks(model: nn.Module) -> dict[str, str]:
 
 
 def _groups(sizes: list[int]) -> Iterator[list[int]]:
-    """Parameters to differentiate together: the check never holds a second full gradient."""
+    """Yield parameters to differentiate together, so that no second full gradient is in memory."""
     group: list[int] = []
     for slot, size in enumerate(sizes):
         if group and sum(sizes[member] for member in group) + size > _GROUP:
@@ -386,9 +383,9 @@ def _groups(sizes: list[int]) -> Iterator[list[int]]:
 
 
 def _autograd(loss: Tensor, parameters: list[nn.Parameter]) -> Sequence[Tensor | None]:
-    """Return dense gradients in float64, to be written over.
+    """Return dense gradients in float64 that may be overwritten.
 
-    Several may lie in the same memory, so that they are copied.
+    Several may share memory, so they are copied.
     """
     if not loss.requires_grad:
         return [None] * len(parameters)
@@ -404,7 +401,7 @@ def _autograd(loss: Tensor, parameters: list[nn.Parameter]) -> Sequence[Tensor |
 # --- rounding ---------------------------------------------------------------------------------
 
 
-# Of these examples, by their numbers: their gradients, and (parameters, B) factors of the clip.
+# From numbers of examples to their gradients and factors of the clip (parameters, B).
 RunClipped = Callable[[list[int]], tuple[list[PerExampleGradient], Tensor]]
 
 

@@ -1,9 +1,10 @@
 """Per-example gradient rules by layer type: from inputs and output gradients to contributions.
 
 A rule takes a captured layer call and yields (local parameter name, contribution) for the
-trainable parameters. `find_rule` finds it; None means that the layer is left to `torch.func`: one
-vmapped backward of that layer, with memory of (micro-batch x the layer's parameters). Such a layer
-must treat dimension 0 of its tensor inputs and outputs as the batch, and must not update buffers.
+trainable parameters. `find_rule` returns it; None means that the layer runs by `torch.func`: one
+vmapped backward pass of that layer, with memory of (micro-batch x the layer's parameters). Such a
+layer must treat dimension 0 of its tensor inputs and outputs as the batch, and must not update
+buffers.
 
 Covered are Linear (any leading dimensions) and Embedding; Conv1d, Conv2d and ConvTranspose2d with
 any stride, padding, dilation and groups; normalization of one example at a time; RNN, LSTM and
@@ -42,7 +43,7 @@ from dpdist.gradients.random_passes import draws_again
 
 
 def linear(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
-    """y = x W^T + b on (B, ..., in): every position between is one term of the sum."""
+    """Apply the rule of y = x W^T + b on (B, ..., in): every position is one term of the sum."""
     signal = _by_position(call.output_gradient)
     if "weight" in call.trainable:
         right = _by_position(call.input)
@@ -52,7 +53,7 @@ def linear(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
 
 
 def transposed_linear(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
-    """y = x W + b on (B, ..., in), as the Conv1D of `transformers` has it."""
+    """Apply the rule of y = x W + b on (B, ..., in), the Conv1D of `transformers`."""
     signal = _by_position(call.output_gradient)
     if "weight" in call.trainable:
         yield "weight", OuterProductGradient(_by_position(call.input), signal)
@@ -66,10 +67,10 @@ def _by_position(values: Tensor) -> Tensor:
 
 
 def embedding(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
-    """A looked-up row receives its position's output gradient; padding_idx receives none.
+    """Add each position's output gradient to the row it looks up, except for padding_idx.
 
-    `scale_grad_by_freq` counts tokens over the batch and is refused by the engine, `max_norm`
-    changes weights in the forward pass and is refused too.
+    The engine does not support `scale_grad_by_freq`, which counts tokens over the batch, or
+    `max_norm`, which changes weights in the forward pass.
     """
     module = call.module
     assert isinstance(module, nn.Embedding)
@@ -93,7 +94,7 @@ _FROM_CHANNELS_LAST_1D = (0, 2, 1)
 
 
 def convolution(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
-    """A convolution is a Linear layer on its patches: one position per output pixel."""
+    """Treat a convolution as a Linear layer on its patches: one position per output pixel."""
     module = call.module
     assert isinstance(module, nn.Conv1d | nn.Conv2d)
     signal = call.output_gradient
@@ -107,7 +108,7 @@ def convolution(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
 
 
 def transposed_convolution(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
-    """A transposed convolution is a convolution with input and output gradient exchanged.
+    """Treat a transposed convolution as one with input and output gradient exchanged.
 
     One position per input pixel, and the patches are those of the output gradient.
     """
@@ -140,7 +141,7 @@ def _product(
     order: tuple[int, ...],
     source: Tensor | None = None,
 ) -> Contribution:
-    """Sum over positions of left (B, positions, channels) ⊗ windows, within each group."""
+    """Return the sum over positions of left (B, positions, channels) ⊗ windows, by group."""
     if groups == 1:
         return OuterProductGradient(left, windows[:, 0], order, source)
     batch, positions, channels = left.shape
@@ -152,9 +153,9 @@ def _product(
 def _windows(
     module: nn.Conv1d | nn.Conv2d | nn.ConvTranspose2d, padded: Tensor, size: tuple[int, int]
 ) -> Tensor:
-    """Overlapping view (B, groups, h, w, kh, kw, channels / groups) of padded (B, C, H, W).
+    """Return an overlapping view (B, groups, h, w, kh, kw, C / groups) of padded (B, C, H, W).
 
-    size: (h, w), how often the kernel is laid on the image.
+    size: (h, w), number of positions of the kernel on the image.
     """
     pixels = padded.permute(0, 2, 3, 1).contiguous()
     # A Conv1d is a Conv2d of height 1.
@@ -179,7 +180,7 @@ def _windows(
 
 
 def _padded(module: nn.Conv1d | nn.Conv2d, inputs: Tensor) -> Tensor:
-    """The input as the convolution sees it, borders included: (B, C, H, W)."""
+    """Return the input with its padding, (B, C, H, W)."""
     # _reversed_padding_repeated_twice resolves "same"; a Conv1d's two entries pad the width only.
     padding = module._reversed_padding_repeated_twice
     if any(padding):
@@ -192,19 +193,19 @@ def _padded(module: nn.Conv1d | nn.Conv2d, inputs: Tensor) -> Tensor:
 
 
 Normalize = Callable[[Tensor], Tensor]
-# So many examples at a time: what is normalized is multiplied and summed while still in the cache.
+# Bytes of examples at a time: normalized values are multiplied and summed while in the cache.
 _PIECE_BYTES = 1 << 19
 
 
 def group_norm(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
-    """GroupNorm on (B, C, ...)."""
+    """Apply the rule of GroupNorm on (B, C, ...)."""
     module = call.module
     assert isinstance(module, nn.GroupNorm)
     return _per_channel(call, partial(F.group_norm, num_groups=module.num_groups, eps=module.eps))
 
 
 def instance_norm(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
-    """InstanceNorm on (B, C, ...), without running statistics (the engine refuses those)."""
+    """Apply the rule of InstanceNorm on (B, C, ...), without running statistics."""
     module = call.module
     assert isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
     return _per_channel(call, partial(F.instance_norm, eps=module.eps))
@@ -226,7 +227,7 @@ def _per_channel(call: LayerCall, normalize: Normalize) -> Iterator[tuple[str, C
 
 
 def layer_norm(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
-    """LayerNorm over the last dimensions of (B, ..., *normalized_shape)."""
+    """Apply the rule of LayerNorm over the last dimensions of (B, ..., *normalized_shape)."""
     module = call.module
     assert isinstance(module, nn.LayerNorm)
     shape, signal = module.normalized_shape, call.output_gradient
@@ -245,15 +246,17 @@ _Gates = list[tuple[Tensor, Tensor]]  # per time step: pre-activations from the 
 
 
 def replayable(module: nn.Module) -> bool:
-    """False for what the replay does not cover: projections, and cuDNN's dropout between layers,
-    which draws from a state of its own."""
+    """Return whether the replay covers a recurrent layer.
+
+    It does not cover projections or cuDNN's dropout between layers, which has its own state.
+    """
     assert isinstance(module, nn.RNNBase)
     draws = module.dropout > 0 and module.num_layers > 1
     return module.proj_size == 0 and not (draws and module.weight_ih_l0.device.type != "cpu")
 
 
 def recurrent(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
-    """Any number of layers, one or two directions, batch first or second."""
+    """Apply the rule of RNN, LSTM and GRU of any depth, direction and layout."""
     module = call.module
     assert isinstance(module, nn.RNNBase)
     inputs = call.input if module.batch_first else call.input.transpose(0, 1)
@@ -270,23 +273,16 @@ def recurrent(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
     grads = iter(torch.autograd.grad(outputs, wanted, call.output_gradients, allow_unused=True))
     for suffix, steps, (inputs_seen, hidden_seen) in zip(suffixes, gates, pairs, strict=True):
         signals = [
-            [_or_zero(next(grads), tensor) for tensor in (from_input, from_hidden)]
-            for from_input, from_hidden in steps
+            [torch.zeros_like(tensor) if (grad := next(grads)) is None else grad for tensor in pair]
+            for pair in steps
         ]
-        sides = (("ih", inputs_seen, 0), ("hh", hidden_seen, 1))
-        for name, seen, side in sides:
+        for side, (name, seen) in enumerate((("ih", inputs_seen), ("hh", hidden_seen))):
             signal = torch.stack([pair[side] for pair in signals], dim=1)
             if f"weight_{name}{suffix}" in call.trainable:
-                yield (
-                    f"weight_{name}{suffix}",
-                    OuterProductGradient(signal, torch.stack(seen, dim=1)),
-                )
+                factors = OuterProductGradient(signal, torch.stack(seen, dim=1))
+                yield f"weight_{name}{suffix}", factors
             if f"bias_{name}{suffix}" in call.trainable:
                 yield f"bias_{name}{suffix}", DenseGradient(signal.sum(1))
-
-
-def _or_zero(grad: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if grad is None else grad
 
 
 def _replay(
@@ -296,7 +292,7 @@ def _replay(
     state: Tensor | tuple[Tensor, Tensor] | None,
     suffixes: list[str],
 ) -> tuple[list[Tensor], list[_Gates], list[tuple[list[Tensor], list[Tensor]]]]:
-    """Outputs as the module gives them (output, h_n[, c_n]), gates, and what the gates saw."""
+    """Return the module's outputs (output, h_n[, c_n]), the gates, and the inputs of the gates."""
     is_lstm = isinstance(module, nn.LSTM)
     batch, length, _ = inputs.shape
     zeros = inputs.new_zeros(len(suffixes), batch, module.hidden_size)
@@ -329,11 +325,9 @@ def _replay(
             last_cell.append(cell)
         below = [torch.cat(step, dim=-1) for step in zip(*outputs, strict=True)]
         if module.dropout and module.training and layer < module.num_layers - 1:
-            # In the layout in which the layer itself draws.
+            # In the layout of the layer's own random numbers.
             below = list(F.dropout(torch.stack(below), module.dropout))
     result = torch.stack(below, dim=1 if module.batch_first else 0)
-    if not module.batch_first:
-        result = torch.stack(below, dim=0)
     finals = [torch.stack(last_hidden)] + ([torch.stack(last_cell)] if is_lstm else [])
     return [result, *finals], gates, pairs
 
@@ -344,7 +338,7 @@ def _gates(
     pair = []
     for name, seen in (("ih", inputs), ("hh", hidden)):
         bias = parameters.get(f"bias_{name}{suffix}")
-        value = torch.nn.functional.linear(seen, parameters[f"weight_{name}{suffix}"], bias)
+        value = F.linear(seen, parameters[f"weight_{name}{suffix}"], bias)
         pair.append(value if value.requires_grad else value.requires_grad_())
     return pair[0], pair[1]
 
@@ -352,7 +346,7 @@ def _gates(
 def _cell(
     module: nn.RNNBase, pair: tuple[Tensor, Tensor], hidden: Tensor, cell: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One step of torch.nn's documented equations from the two pre-activations."""
+    """Return hidden and cell state after one step of torch.nn's documented equations."""
     from_input, from_hidden = pair
     if isinstance(module, nn.LSTM):
         i, f, g, o = (from_input + from_hidden).chunk(4, dim=-1)
@@ -372,7 +366,7 @@ def _cell(
 
 
 def per_example_vjp(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
-    """Vector-Jacobian products of the layer for each example alone (a batch of one)."""
+    """Compute vector-Jacobian products of the layer for each example (a batch of one)."""
     batch = call.output_gradients[0].shape[0]
     tensors, filled = _cut((call.inputs, call.kwargs), batch, call.shared)
     wanted = {name: call.parameters[name] for name in sorted(call.trainable)}
@@ -411,10 +405,9 @@ def call_for_each_example(
     batch: int,
     shared: frozenset[int],
 ) -> Any:
-    """Call a layer for each example alone, a batch of one, so that each draws numbers of its own.
+    """Call a layer for each example, a batch of one, so that each draws its own numbers.
 
-    `per_example_vjp` draws the same ones from the same state: it makes the same calls in the same
-    order.
+    `per_example_vjp` draws the same numbers from the same state, by the same calls in order.
     """
     tensors, filled = _cut((args, kwargs), batch, shared)
     kept: list[Any] = []
@@ -442,8 +435,8 @@ def call_for_each_example(
 def _cut(
     arguments: Any, batch: int, shared: Collection[int]
 ) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:
-    """Return the tensors among arguments that belong to examples, and what puts an example's own
-    in their places, as a batch of one."""
+    """Return the tensors among arguments that belong to examples, and a function that replaces them
+    by those of one example, as a batch of one."""
     leaves, spec = pytree.tree_flatten(arguments)
     batched = [
         isinstance(leaf, Tensor) and leaf.shape[:1] == (batch,) and place not in shared
@@ -462,9 +455,9 @@ def _cut(
 
 
 class DrawsByExample(TorchFunctionMode):
-    """Let each example of `torch.func.vmap` have tensors of its own to draw into.
+    """Give each example of `torch.func.vmap` its own tensors to draw into.
 
-    zero: a number 0 of each example. `torch.empty(...).bernoulli_(p)` would be one tensor of all.
+    zero: a 0 of each example. `torch.empty(...).bernoulli_(p)` would be one tensor for all.
     """
 
     def __init__(self, zero: Tensor) -> None:
@@ -481,10 +474,10 @@ class DrawsByExample(TorchFunctionMode):
 
 
 class RecurrentByExample(TorchFunctionMode):
-    """Run RNN, LSTM and GRU step by step, which `torch.func.vmap` cannot run whole.
+    """Run RNN, LSTM and GRU step by step, because `torch.func.vmap` cannot run them as a whole.
 
-    Their cells get a state of the example's own: they write into it, and one that the cell makes
-    itself is not cut into examples.
+    Their cells get a state for each example: they write into it, and a state that a cell creates
+    itself is not split into examples.
     """
 
     def __torch_function__(
@@ -505,7 +498,7 @@ class RecurrentByExample(TorchFunctionMode):
 def _lstm_by_step(
     inputs: Tensor, states: tuple[Tensor, Tensor], weights: list[Tensor], biases: bool, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run torch's decomposition of an LSTM, which would call a fused kernel on a CPU."""
+    """Run torch's decomposition of an LSTM instead of a fused kernel."""
     hidden, cells = states
     torchs: Any = decompositions
     by_layer = torchs.gather_params(weights, biases, hidden.shape[2] != cells.shape[2])
@@ -535,13 +528,13 @@ def call_with_values(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Call a module with these values in place of its parameters, also of those that share one.
+    """Call a module with these values instead of its parameters, shared ones included.
 
-    `torch.func.functional_call` replaces the parameters of a submodule that has two names twice,
-    and leaves the replacement behind: here each submodule is named once.
+    `torch.func.functional_call` replaces the parameters of a submodule with two names twice and
+    does not restore them: here each submodule is named once.
 
     Args:
-        values: by the names of `module.named_parameters()`; the others stay.
+        values: by the names of `module.named_parameters()`; other parameters stay.
     """
     chosen = {id(p): values[name] for name, p in module.named_parameters() if name in values}
     named = {
@@ -560,9 +553,9 @@ def _spectral_norms(module: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def _held_parametrizations(module: nn.Module) -> Iterator[None]:
-    """Let spectral norms keep the vectors of their power iteration, as in evaluation mode.
+    """Keep the power iteration vectors of spectral norms, as in evaluation mode.
 
-    A pass in training mode would move them, so that a pass would depend on how many there were.
+    In training mode a pass would change them and so depend on the number of earlier passes.
     """
     held = _spectral_norms(module)
     for each in held:
@@ -576,9 +569,9 @@ def _held_parametrizations(module: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def advance_spectral_norms(model: nn.Module) -> None:
-    """Let spectral norms in training mode take their power iterations of a step.
+    """Run the power iterations of spectral norms in training mode, once after each step.
 
-    It reads parameters alone, which were released, so it is called once after each step.
+    Only parameters are read, which were released.
     """
     if not _spectral_norms(model):
         return
@@ -589,7 +582,7 @@ def advance_spectral_norms(model: nn.Module) -> None:
 
 
 def float_tensors(output: Any) -> list[Tensor]:
-    """The floating-point tensors of any nested output, in a fixed order."""
+    """Return the floating-point tensors of a nested output, in a fixed order."""
     leaves = pytree.tree_leaves(output)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
@@ -616,19 +609,22 @@ _RULES: dict[type[nn.Module], Rule] = {
 }
 
 
-# What treats each position by itself, whatever dimensions positions are put into.
+# Rules of layers that treat each position separately, whatever the dimensions.
 POSITIONWISE: tuple[Rule, ...] = (linear, transposed_linear, layer_norm)
 
 
 def _known_rules() -> dict[type[nn.Module], Rule]:
-    """Return rules by class, those of a library's own classes where it is imported."""
+    """Return rules by class, with those of `transformers` if it is imported."""
     library = sys.modules.get("transformers.pytorch_utils")
     return _RULES if library is None else {**_RULES, library.Conv1D: transposed_linear}
 
 
 def find_rule(module: nn.Module) -> Rule | None:
-    """The rule for this module, or None; a subclass that changed `forward` has none, and neither
-    has a layer whose weights are computed of others, such as `parametrizations.weight_norm`."""
+    """Return the rule for this module, or None.
+
+    A subclass that changes `forward` has no rule, nor does a layer whose weights are computed, as
+    with `parametrizations.weight_norm`.
+    """
     if is_parametrized(module):
         return None
     rules = _known_rules()

@@ -1,15 +1,15 @@
 """Keyed Gaussian noise, added once per step to the summed gradient, on the CPU or on a device.
 
-Floating-point Gaussians are not exactly Gaussian and the low bits of a noisy sum can betray it
+Floating-point Gaussians are not exactly Gaussian and the low bits of a noisy sum can reveal the sum
 (Mironov 2012, for Laplace). Noise is therefore drawn and added in float64 and the result rounded
 to a grid about 2**-24 of the noise scale: the released value is then a coarse rounding
 (post-processing) of a sum whose own error is near 2**-52 of the noise, far below the grid.
 
 A key's numbers are a formula of its ChaCha20 words. Libraries and processors compute its
-logarithm, sine and cosine to the last bit or the one before; so two of them make the same noise up
-to 2**-50 of its scale, and what each releases is a rounding of one and the same noisy sum. On a
-device the words of a key are those of the CPU's cipher, bit for bit, and the same formulas are
-evaluated in float64; on a CPU the two agree to the bit. **Never run on a GPU**: tested on CPUs and
+logarithm, sine and cosine to the last bit or the one before; so their noise agrees up to 2**-50 of
+its scale, and their releases are roundings of the same noisy sum. On a device the words of a key
+are those of the CPU's cipher, bit for bit, and the same formulas are evaluated in float64; on a CPU
+the two agree to the bit. **Never run on a GPU**: tested on CPUs and
 on a simulated device.
 """
 
@@ -32,20 +32,19 @@ from dpdist.randomness.keys import KEY_BYTES, WordReader, derive_key, stream_wor
 
 _GRID_BITS = 24
 _RARE = np.uint64(2**32)  # a first word below it is continued by another 64 bits
-_PIECE = 8192  # pairs of entries at a time: all that is made of them stays in a core's cache
-_CALL = 2048  # numbers that torch transforms at a time where it has threads: for more it wakes them
-_LANES = 64  # numbers are transformed in multiples of it: none depends on where a piece ends
+_PIECE = 8192  # pairs of entries at a time, which stay in a core's cache
+_CALL = 2048  # numbers at a time that torch transforms without starting its threads
+_LANES = 64  # numbers are transformed in multiples of it: none depends on the end of a piece
 _LEAST = torch.tensor(2.0**-64, dtype=torch.float64)
 
 
 def standard_normal(key: bytes, start: int, count: int) -> np.ndarray:
-    """Entries `start` to `start + count - 1` of the key's stream of N(0, 1) numbers: float64
-    (count,).
+    """Return entries `start` to `start + count - 1` of the key's N(0, 1) stream: float64 (count,).
 
     Box-Muller; entries 2j and 2j + 1 share a pair of words. The uniform under the logarithm is a
-    multiple of 2^-64, where it is small of 2^-128, in (0, 1]: every draw is finite, and |z| reaches
-    13.3, beyond which lies a mass of 3e-39. (53 bits end at 8.57, and the mass beyond, 1e-17, is
-    what a delta near it would notice.)
+    multiple of 2^-64, for small values of 2^-128, in (0, 1]: every entry is finite, and |z| reaches
+    13.3; the mass beyond is 3e-39. (With 53 bits it would end at 8.57, with a mass beyond of 1e-17,
+    which matters for a delta of that size.)
     """
     drawn = np.empty(max(0, count))
     for place, normals in _pieces(key, start, count, 1.0):
@@ -56,12 +55,12 @@ def standard_normal(key: bytes, start: int, count: int) -> np.ndarray:
 def add_noise(
     total: np.ndarray, key: bytes, std: float, start: int = 0, out: np.ndarray | None = None
 ) -> np.ndarray:
-    """`total` + N(0, std**2 I), rounded to the grid: float64, the shape of `total`.
+    """Return `total` + N(0, std**2 I), rounded to the grid: float64, the shape of `total`.
 
-    start: which entries of the key's stream they get; a shard of a longer sum gets those of its
-    place. out: float64 (size,), for the result; it may be `total` itself. Beside both it needs a
-    megabyte, whatever their length. Raises ValueError when `total` is not finite: clipping should
-    have made that impossible; the contents of `out` are then undefined.
+    start: first entry of the key's stream; a shard of a longer sum uses its own position. out:
+    float64 (size,), for the result; it may be `total` itself. A megabyte more is used, for any
+    length. Raises ValueError if `total` is not finite, which clipping excludes; the contents of
+    `out` are then undefined.
     """
     summed = np.ascontiguousarray(total, dtype=np.float64).reshape(-1)
     noisy = np.empty_like(summed) if out is None else out
@@ -91,14 +90,16 @@ def require_finite(finite: bool) -> None:
 
 
 def extend_rare_word(word: int, key: bytes, pair: int) -> float:
-    """The uniform in (0, 1] of a pair's first word, continued by the pair's own 64 bits more."""
+    """Return the uniform in (0, 1] of a pair's first word, extended by 64 bits of the pair."""
     (more,) = stream_words(derive_key(key, "tail"), pair, 1).tolist()
     return (float(word) + (float(more) + 1.0) * 2.0**-64) * 2.0**-64
 
 
 def _pieces(key: bytes, start: int, count: int, scale: float) -> Iterator[tuple[int, np.ndarray]]:
-    """(place, numbers): `scale` times the `count` entries from `start`, piece by piece. The numbers
-    are the caller's to write to until the next piece."""
+    """Yield places and numbers: `scale` times the `count` entries from `start`, piece by piece.
+
+    The caller may overwrite the numbers.
+    """
     first, last = start // 2, (start + count + 1) // 2
     size = min(_PIECE, last - first)
     reader = WordReader(key, 2 * first, 2 * (last - first), 2 * size) if size > 0 else None
@@ -114,7 +115,7 @@ def _pieces(key: bytes, start: int, count: int, scale: float) -> Iterator[tuple[
 
 
 class _BoxMullerBuffer:
-    """Room for so many pairs of entries, and what they are multiplied by."""
+    """Buffers for pairs of entries, and their scale."""
 
     def __init__(self, count: int, scale: float) -> None:
         self.count, self._factor = count, -2.0 * scale * scale
@@ -128,8 +129,10 @@ class _BoxMullerBuffer:
         self._entries = np.empty((count, 2))
 
     def normals(self, bits: np.ndarray, key: bytes, first: int) -> np.ndarray:
-        """Both entries of the pairs number `first`, `first + 1`, ..., whose words are the bits
-        (count, 2): float64 (2 * count,)."""
+        """Return both entries of the pairs from number `first`: float64 (2 * count,).
+
+        bits: their words, (count, 2).
+        """
         self._uniform(bits, key, first)
         np.right_shift(bits[:, 1], np.uint64(11), out=self._turns)
         np.copyto(self._angle, self._turns.view(np.int64))
@@ -143,7 +146,7 @@ class _BoxMullerBuffer:
         return self._entries.reshape(-1)
 
     def _uniform(self, bits: np.ndarray, key: bytes, first: int) -> None:
-        """Uniforms in (0, 1] of the pairs' first words, where the length will be."""
+        """Write uniforms in (0, 1] of the pairs' first words into the buffer of lengths."""
         uniform = self._length
         halves = bits.view("<u4")  # numpy's own way from uint64 to float64 is five times slower
         np.copyto(uniform, halves[:, 1])
@@ -161,7 +164,7 @@ class _BoxMullerBuffer:
 
 
 _PAIRS = 4  # of entries, in a block of words
-_DEVICE_LANES = 16  # blocks are made in multiples of it: no entry depends on where a piece ends
+_DEVICE_LANES = 16  # blocks come in multiples of it: no entry depends on the end of a piece
 # Blocks at a time: those of a CPU stay in its cache, on a GPU they take 110 MB, whatever the sum.
 _DEVICE_PIECE, _DEVICE_PIECE_ON_CPU = 1 << 18, 1 << 12
 _TOP = -(1 << 31)
@@ -169,7 +172,7 @@ _CHECKED, _CLOSE = 5000, 2.0**-45
 
 
 def device_standard_normal(device: torch.device, key: bytes, start: int, count: int) -> Tensor:
-    """`standard_normal` of the same key, made there: float64 (count,) on the device."""
+    """Return `standard_normal` of the same key, computed on the device: float64 (count,)."""
     drawn = torch.empty(max(0, count), dtype=torch.float64, device=device)
     for place, normals in _device_pieces(device, key, start, count, 1.0):
         drawn[place : place + len(normals)] = normals
@@ -177,10 +180,11 @@ def device_standard_normal(device: torch.device, key: bytes, start: int, count: 
 
 
 def add_device_noise(total: Tensor, key: bytes, std: float, start: int = 0) -> Tensor:
-    """`total`, float64 and contiguous, with N(0, std**2 I), rounded to the grid: written over it.
+    """Add N(0, std**2 I) to `total` in place, rounded to the grid, and return it.
 
-    `add_noise` of the same key and start; beside the sum it needs a piece's room, whatever their
-    length. Raises ValueError when `total` is not finite; its contents are then undefined.
+    total: float64, contiguous. The noise is that of `add_noise` with the same key and start; the
+    memory for a piece is used besides. Raises ValueError if `total` is not finite; its contents are
+    then undefined.
     """
     summed = total.view(-1)
     if std == 0:
@@ -200,8 +204,10 @@ def add_device_noise(total: Tensor, key: bytes, std: float, start: int = 0) -> T
 def _device_pieces(
     device: torch.device, key: bytes, start: int, count: int, scale: float
 ) -> Iterator[tuple[int, Tensor]]:
-    """(place, numbers): `scale` times the `count` entries from `start`, piece by piece, each
-    overwritten by the next."""
+    """Yield places and numbers: `scale` times the `count` entries from `start`, piece by piece.
+
+    Each piece overwrites the last one.
+    """
     each = 2 * _PAIRS
     first, last = start // each, -(-(start + count) // each)
     most = _DEVICE_PIECE_ON_CPU if device.type == "cpu" else _DEVICE_PIECE
@@ -216,19 +222,17 @@ def _device_pieces(
 
 
 class _DeviceBoxMullerBuffer:
-    """Room for the entries of so many blocks, and what they are multiplied by."""
+    """Buffers for the entries of blocks, and their scale."""
 
     def __init__(self, count: int, scale: float, device: torch.device) -> None:
-        self.blocks, self._factor = (
-            device_generators.ChaChaBlocks(count, device),
-            -2.0 * scale * scale,
-        )
+        self.blocks = device_generators.ChaChaBlocks(count, device)
+        self._factor = -2.0 * scale * scale
         rooms = (torch.empty(_PAIRS, count, dtype=torch.float64, device=device) for _ in range(3))
         self._length, self._cosine, self._angle = rooms
         self._entries = torch.empty(count, _PAIRS, 2, dtype=torch.float64, device=device)
 
     def normals(self, key: bytes, first: int) -> Tensor:
-        """The entries of the blocks from number `first`: float64 (8 * count,)."""
+        """Return the entries of the blocks from number `first`: float64 (8 * count,)."""
         length, cosine, angle = self._length, self._cosine, self._angle
         words = self.blocks.fill(key, first).view(_PAIRS, -1, self.blocks.count)
         low, high, low_turn, high_turn = words.unbind(1)
@@ -248,7 +252,7 @@ class _DeviceBoxMullerBuffer:
         return self._entries.view(-1)
 
     def _continue(self, rare: Tensor, key: bytes, first: int) -> None:
-        """Give the pairs whose first word is below 2^32, one in 2^32, another 64 bits."""
+        """Extend the pairs with a first word below 2^32, one in 2^32, by 64 bits."""
         if not bool(rare.any()):
             return
         for pair, block in rare.nonzero().tolist():
@@ -259,13 +263,13 @@ class _DeviceBoxMullerBuffer:
 
 
 def _unsigned(word: Tensor, out: Tensor) -> None:
-    """Signed words as the unsigned numbers of their bits, in float64."""
+    """Write signed words into `out` as the unsigned numbers of their bits."""
     out.copy_(word.bitwise_xor(_TOP)).add_(2.0**31)
 
 
 @cache
 def check_device_noise(device: torch.device) -> None:
-    """Raise UserError unless the device makes the noise that a CPU makes, to 2^-45 of its scale."""
+    """Raise UserError unless the device's noise is that of a CPU, to 2^-45 of its scale."""
     device_generators.check_chacha20(device)
     key = bytes(range(KEY_BYTES))
     made = device_standard_normal(device, key, 3, _CHECKED).cpu()

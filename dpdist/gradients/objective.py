@@ -1,7 +1,7 @@
-"""Losses by name, and losses of the user's own: one value a record, never a mean over the batch.
+"""Losses by name and custom losses: one value per record, never a mean over the batch.
 
-A named loss compares the model's outputs with the targets. Where a record has several outputs its
-loss is their mean, as torch's `reduction="mean"` has it for a batch of one record.
+A named loss compares the model's outputs with the targets. If a record has several outputs, its
+loss is their mean, as with torch's `reduction="mean"` for a batch of one record.
 
     cross-entropy     logits (B, C), classes (B,); or (B, T, C), tokens (B, T)
     bce               logits (B,) or (B, 1), 0 or 1 (B,)
@@ -10,21 +10,20 @@ loss is their mean, as torch's `reduction="mean"` has it for a batch of one reco
 
 Huber's loss is d^2 / 2 where |d| <= 1, and |d| - 1/2 beyond (Huber, 1964; torch's `delta=1`).
 
-`language_model_loss` is that of a language model of Hugging Face's `transformers`. A batch is then
-the dict of a record's fields, as `dpdist.documents` makes them:
+`language_model_loss` is the loss of a language model of Hugging Face's `transformers`. A batch is
+then the dict of a record's fields, as `dpdist.documents` returns them:
 
     input_ids        (B, T)  tokens
-    attention_mask   (B, T)  1 where there is a token; all are there without it
-    labels           (B, T)  what is learned: the token itself, or -100; or a class (B,)
+    attention_mask   (B, T)  1 for a token, 0 for padding; without it there is no padding
+    labels           (B, T)  the token to learn, or -100; or a class (B,)
 
 No kernel is chosen by a value: a causal model gets no mask, because its documents are first moved
-to the left, so that no token sees the padding behind it; any other model always gets a mask. So
-attention may be fused (SDPA), and one record more changes no other record's bits.
+to the left, so that no token sees the padding after it; any other model always gets a mask. So
+attention may be fused (SDPA), and one more record changes no other record's bits.
 
-`preference_loss` is that of direct preference optimization. A record is a pair of answers, as
-`dpdist.preferences` makes it: one row of 2 T tokens, the chosen document and then the rejected one.
-A mask by blocks, the same one for every pair, and positions that begin again at T keep the two
-documents apart.
+`preference_loss` is the loss of direct preference optimization. A record is a pair of answers from
+`dpdist.preferences`: one row of 2 T tokens, the chosen document and then the rejected one. A mask
+by blocks, the same for every pair, and positions that restart at T keep the two documents apart.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ import inspect
 import math
 from dataclasses import replace
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +42,9 @@ from dpdist.core.errors import UserError
 from dpdist.gradients.criterion import CriterionLoss
 from dpdist.gradients.engine import cross_entropy
 from dpdist.gradients.hooks import Inputs, Losses, Objective, OwnLoss, example_losses
+
+if TYPE_CHECKING:
+    from dpdist.gradients.engine import GradientEngine
 
 LOSSES: dict[str, Losses] = {
     "cross-entropy": cross_entropy,
@@ -60,7 +62,7 @@ _FUNCTIONS = (
 
 
 def objective_of(loss: Any) -> Objective:
-    """Return the objective that a gradient engine learns.
+    """Return the objective of a loss for a gradient engine.
 
     Args:
         loss: a name of `LOSSES`; a criterion object, such as
@@ -71,8 +73,8 @@ def objective_of(loss: Any) -> Objective:
             of its fields.
 
     Returns:
-        An objective for `GradientEngine`, whose screening refuses a loss that returns a mean over
-        the batch, or that lets one record's value depend on another record.
+        An objective for `GradientEngine`, whose screening raises an error for a mean over the
+        batch, and for a record's value that depends on a different record.
 
     Raises:
         UserError: no loss has that name.
@@ -110,21 +112,21 @@ def checked_losses(
     """Compute the losses (B,) of invented or public examples.
 
     Raises:
-        UserError: a loss of the user's own fails on them, with its error, or does not return one
-            value a record.
+        UserError: a custom loss fails on them, with its error, or does not return one value per
+            record.
     """
     try:
         return example_losses(model, objective, {}, inputs, targets)
     except UserError:
         raise
-    except Exception as error:  # whatever a user's function does
+    except Exception as error:  # any error of a user's function
         said = " ".join(str(error).split())[:_SHOWN]
         if not isinstance(objective, OwnLoss):
             given = "several tensors" if not isinstance(inputs, Tensor) else _shape(inputs)
             raise UserError(
                 f"loss: must fit outputs and targets, got targets {_shape(targets)} for inputs "
                 f"{given}; it fails on invented records: {type(error).__name__}: {said}; "
-                "cross-entropy needs one class a record, (B,)"
+                "cross-entropy needs one class per record, (B,)"
             ) from error
         batch = "(inputs, targets)"
         if isinstance(inputs, dict):
@@ -132,17 +134,17 @@ def checked_losses(
         elif isinstance(inputs, tuple):
             batch = f"the {len(inputs)} inputs and the targets"
         raise UserError(
-            "loss: must be a function of module and batch that returns one value a record, such as "
-            f"{own_loss_example(model, inputs)}, got {_name_of(objective.function)}, which fails "
-            f"on invented records (batch is {batch}): {type(error).__name__}: {said}"
+            "loss: must be a function of module and batch that returns one value per record, such "
+            f"as {own_loss_example(model, inputs)}, got {_name_of(objective.function)}, which "
+            f"fails on invented records (batch is {batch}): {type(error).__name__}: {said}"
         ) from error
 
 
 def under_autocast(objective: Objective) -> OwnLoss:
     """Return an objective whose forward passes run under `torch.autocast` to bfloat16.
 
-    Back-signals have the types of the forward pass. What layers got is widened to float32 before
-    norms are computed, and sums are float64, as without it.
+    Output gradients have the types of the forward pass. Inputs of layers are widened to float32
+    before norms are computed, and sums are float64, as without autocast.
     """
     inner: Any = objective.function if isinstance(objective, OwnLoss) else objective
 
@@ -166,14 +168,14 @@ _EXAMPLE = (
     "lambda module, batch: torch.nn.functional.cross_entropy(module({}), batch[{}], "
     "reduction='none')"
 )
-_SHOWN = 300  # letters of an error
+_SHOWN = 300  # characters of an error
 
 
 def own_loss_example(model: nn.Module, inputs: Inputs) -> str:
-    """Return code of a loss of one's own that calls the model with the fields of these inputs.
+    """Return code of a custom loss that calls the model with the fields of these inputs.
 
-    Of a dict, the fields that the model's arguments are named after are its inputs, and another
-    one is the target; without such names the last one is.
+    The fields of a dict with names of the model's arguments are its inputs, and a different field
+    is the target; without such names it is the last one.
     """
     if not isinstance(inputs, dict):
         count = 1 if isinstance(inputs, Tensor) else len(inputs)
@@ -196,8 +198,53 @@ def _name_of(loss: Any) -> str:
 
 
 def _shape(tensor: Tensor) -> str:
-    """Return a shape in words, without the size of the batch."""
+    """Return a shape as text, with B for the size of the batch."""
     return "(" + ", ".join(["B", *map(str, tensor.shape[1:])]) + ")"
+
+
+# --- consistency of noisy copies --------------------------------------------------------------
+
+
+# Consistency (Jeong & Shin, NeurIPS 2020) adds weight * KL(mean || p_k) to the cross-entropy of
+# each of a record's K noisy copies: the divergence of its prediction p_k from the mean of the K
+# predictions, which is constant. The copies learn to agree, which is what randomized smoothing
+# certifies. The mean is of the record's own copies, and gradients are clipped afterwards, so it
+# costs no privacy. Up to a constant both terms are the cross-entropy against weighted classes,
+# onehot(label) + weight * mean.
+
+
+def weighted_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the losses (B,) of logits (B, C) and weights of classes (B, C), >= 0, of any sum."""
+    return -(targets * outputs.log_softmax(1)).sum(1)
+
+
+def consistency_targets(
+    engine: GradientEngine,
+    inputs: Tensor,
+    labels: Tensor,
+    draw_key: bytes,
+    record_ids: Tensor,
+    weight: float,
+) -> Tensor:
+    """Return class weights (B, C) for `weighted_cross_entropy`, from the noisy copies of a step."""
+
+    def agreed(some: Tensor, ids: Tensor, key: bytes) -> Tensor:
+        copies = [
+            engine.outputs(engine.perturb_inputs(some, ids, key, k)).softmax(1)
+            for k in range(engine.perturbation.count)
+        ]
+        return torch.stack(copies).mean(0)
+
+    passes = list(engine.iter_passes(len(inputs), draw_key, record_ids))
+    parts = []
+    with torch.no_grad():
+        for rows, real in passes or [(torch.arange(0), slice(0))]:
+            parts.append(agreed(inputs[rows], record_ids[rows], draw_key)[real])
+    mean = torch.cat(parts)
+    if passes:
+        order = torch.cat([rows[real] for rows, real in passes])
+        mean = mean[order.argsort()]
+    return functional.one_hot(labels, mean.shape[1]).to(mean) + weight * mean
 
 
 # --- language models ---------------------------------------------------------------------------
@@ -252,7 +299,7 @@ def language_model_loss(module: nn.Module, batch: Any) -> Tensor:
         if looks_ahead(inner):
             raise UserError(
                 f"model: must not see the tokens that follow, got a {type(inner).__name__} that "
-                "does: it would learn to repeat them; load it with config.is_decoder=True"
+                "does and would learn to repeat them: load it with config.is_decoder=True"
             )
         tokens, labels, real = _moved_to_the_left(tokens, labels, real)
         logits = inner(input_ids=tokens, use_cache=False).logits
@@ -264,7 +311,7 @@ def language_model_loss(module: nn.Module, batch: Any) -> Tensor:
         logits = inner(input_ids=tokens, attention_mask=additive_mask(real, inner.dtype)).logits
         labels = labels[:, None]
         return _mean_loss(logits[:, None], labels, torch.ones_like(labels) > 0)
-    then = "give a loss of your own, a function of module and batch that returns one value a record"
+    then = "give a function of module and batch that returns one value per record as the loss"
     named = [name for name, each in inner.named_children() if _is_known(without_wrapper(each))]
     if len(named) == 1:
         then = f"give lambda module, batch: dpdist.language_model_loss(module.{named[0]}, batch)"
@@ -286,7 +333,7 @@ def preference_loss(module: nn.Module, batch: Any, *, beta: float = 0.1) -> Tens
         batch: dict of `input_ids` and `labels`, int64 (B, 2 T), chosen then rejected, and
             `reference` (B,), the reference's log-probability of the chosen answer minus that of the
             rejected one.
-        beta: how strongly the model is held to the reference, > 0. For a different value, give
+        beta: weight of the reference, > 0. For a different value, give
             `functools.partial(dpdist.preference_loss, beta=0.3)` as the loss.
 
     Returns:
@@ -328,18 +375,16 @@ _PLAIN_ATTENTION = ("sdpa", "eager", None)  # which add the mask that they are g
 
 
 def pair_log_probabilities(module: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Return the log-probabilities (B, 2) of both documents' learned tokens, each a sum in nats.
+    """Return the summed log-probabilities (B, 2) of both documents' labels, in nats.
 
     tokens, labels: int64 (B, 2 T). Raises UserError for a model that does not take such rows.
     """
     inner = without_wrapper(module)
     length = tokens.shape[1] // 2
     check_takes_pairs(inner, length)
-    said = pair_logits(inner, tokens)[:, :, :-1]
-    said = said.to(torch.promote_types(said.dtype, torch.float32)).log_softmax(-1)
+    logits = pair_logits(inner, tokens)[:, :, :-1]
     wanted = labels.reshape(len(labels), 2, length)[:, :, 1:]
-    found = said.gather(3, wanted.clamp(min=0)[..., None])[..., 0]
-    return torch.where(wanted >= 0, found, 0.0).sum(2)
+    return torch.where(wanted >= 0, _log_probabilities(logits, wanted), 0.0).sum(2)
 
 
 def pair_logits(model: Any, tokens: Tensor) -> Tensor:
@@ -358,12 +403,12 @@ def pair_logits(model: Any, tokens: Tensor) -> Tensor:
 
 
 def check_takes_pairs(inner: Any, length: int) -> None:
-    """Raise UserError for a model that would not see two documents of a row as one row each."""
+    """Raise UserError for a model that may not treat two documents of a row separately."""
     kind = type(inner).__name__
     if not _is_a(inner, _CAUSAL) or looks_ahead(inner) or hasattr(inner, "get_base_model"):
         raise UserError(
             f"model: must be a causal ...ForCausalLM or ...LMHeadModel for preference_loss, got "
-            f"{kind}: prompts that are learned and encoders are not taken"
+            f"{kind}: learned prompts and encoders are not supported"
         )
     if not {"attention_mask", "position_ids"} <= inspect.signature(inner.forward).parameters.keys():
         raise UserError(
@@ -379,7 +424,7 @@ def check_takes_pairs(inner: Any, length: int) -> None:
     limited = getattr(settings, "use_sliding_window", True)
     for name in ("sliding_window", "attention_chunk_size") if limited else ():
         window = getattr(settings, name, None)
-        if window is not None and window < length:  # the mask by blocks takes its place
+        if window is not None and window < length:  # the mask by blocks replaces it
             raise UserError(
                 f"length: must be at most {window:,} for preference_loss, the {name} of the model, "
                 f"got {length:,}"
@@ -387,9 +432,9 @@ def check_takes_pairs(inner: Any, length: int) -> None:
 
 
 def keeps_documents_apart(model: nn.Module, length: int, vocabulary: int) -> bool:
-    """Return whether an invented row of two documents has the logits of each document alone.
+    """Return whether an invented row of two documents has the logits of each by itself.
 
-    They are compared to the square root of the precision, relative to the largest logit.
+    The tolerance is the square root of the precision, relative to the largest logit.
     """
     inner = without_wrapper(model)
     device = next(inner.parameters()).device
@@ -403,16 +448,16 @@ def keeps_documents_apart(model: nn.Module, length: int, vocabulary: int) -> boo
 
 
 def looks_ahead(model: nn.Module) -> bool:
-    """Return whether a model of next tokens sees them, as an encoder without `is_decoder` does.
+    """Return whether a causal language model sees the next tokens, as without `is_decoder`.
 
-    Some models (MPT, XGLM) say nothing of their masks, and are causal.
+    Models without the attribute (MPT, XGLM) are causal.
     """
     known = [getattr(each, "is_causal", None) for each in model.modules()]
     return False in known and True not in known
 
 
 def token_limits(model: nn.Module) -> tuple[int, int] | None:
-    """Return how many tokens a model reads and how many labels it has; None where unknown."""
+    """Return the numbers of tokens and of labels that a model knows; None if unknown."""
     inner = without_wrapper(model)
     tokens = getattr(getattr(inner, "get_input_embeddings", lambda: None)(), "num_embeddings", None)
     if tokens is None:
@@ -422,10 +467,10 @@ def token_limits(model: nn.Module) -> tuple[int, int] | None:
 
 
 def without_wrapper(module: nn.Module) -> Any:
-    """Return the model within peft's wrapper, in which adapters are layers of their own.
+    """Return the model inside peft's wrapper, in which adapters are separate layers.
 
-    What the wrapper does besides (prompts that are learned) is not left out: then it stays. Neither
-    is any other layer or parameter of a module around a language model.
+    A wrapper that does more (learned prompts) stays, and so does a module around a language model
+    with other layers or parameters.
     """
     inner = getattr(module, "get_base_model", None)
     prompts = getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False)
@@ -449,15 +494,15 @@ def _is_a(module: nn.Module, endings: tuple[str, ...]) -> bool:
 
 
 def _moved_to_the_left(tokens: Tensor, labels: Tensor, real: Tensor) -> tuple[Tensor, ...]:
-    """Put what is there of each row before its padding, in order."""
+    """Move the tokens of each row before its padding, in order."""
     order = (~real).to(torch.int64).argsort(dim=1, stable=True)
     return tokens.gather(1, order), labels.gather(1, order), real.gather(1, order)
 
 
 def additive_mask(real: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mask that is added to scores of attention, (B, 1, T, T).
+    """Return the mask to add to attention scores, (B, 1, T, T).
 
-    real: bool (B, T), True where there is a token. dtype: that of the scores.
+    real: bool (B, T), True for a token. dtype: type of the scores.
     """
     length = real.shape[1]
     keys = real[:, None, None, :].expand(-1, 1, length, length)
@@ -465,12 +510,17 @@ def additive_mask(real: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _mean_loss(logits: Tensor, labels: Tensor, real: Tensor) -> Tensor:
-    """Return the mean cross-entropy over the places with a label, (B,); 0 where there is none.
+    """Return the mean cross-entropy over the positions with a label, (B,); 0 without a label.
 
-    logits: (B, T, classes). labels: int64 (B, T), below 0 where nothing is learned. real: bool
-    (B, T), False where a place does not count either.
+    logits: (B, T, classes). labels: int64 (B, T), < 0 for no label. real: bool (B, T), False for
+    padding.
     """
     counted = (labels >= 0) & real
-    said = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    losses = -said.gather(2, labels.clamp(min=0)[..., None])[..., 0]
+    losses = -_log_probabilities(logits, labels)
     return torch.where(counted, losses, 0.0).sum(1) / counted.sum(1).clamp(min=1)
+
+
+def _log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the log-probability of each label, in at least float32; of a label < 0, any value."""
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    return scores.gather(-1, labels.clamp(min=0)[..., None])[..., 0]

@@ -1,14 +1,14 @@
 """Cut keyed blocks of records into passes of the model, by one of two layouts.
 
 `standard`: a block's records run in the order of their hashes, in passes of one length; its last
-pass has the records that are left. One record more moves others of its block by a row, and may put
-one into another pass. That this changes a record's clipped gradient by little is assumed
+pass has the remaining records. One more record moves others of its block by a row, and may move one
+into a different pass. The change of a record's clipped gradient is assumed to be small
 (`dpdist.gradients.clipping.assumed_move`), and the clip leaves room for it.
 
 `fixed-row`: every record has a row that follows from its id and the step's key. All passes have one
-length; empty rows repeat a record and count for nothing. One record more changes in which pass the
-others of its row run and beside whom, never their rows. That is slower: a block takes as many
-passes as its fullest row has records.
+length; empty rows repeat a record and do not count. One more record changes the passes of others in
+its row, never their rows. This layout is slower: a block takes as many passes as its fullest row
+has records.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dpdist.randomness.keys import derive_key
 
 Rounding = Literal["standard", "fixed-row"]
 
-_PASS_COST = 4.0  # what a pass costs besides its rows, in rows, where many short ones are needed
+_PASS_COST = 4.0  # fixed cost of a pass, in rows
 
 
 def rows_per_pass(blocks: Blocks, most: int, rounding: Rounding = "standard") -> int:
@@ -34,8 +34,8 @@ def rows_per_pass(blocks: Blocks, most: int, rounding: Rounding = "standard") ->
     Args:
         blocks: of the step.
         most: rows that a pass may have.
-        rounding: `standard` takes a block's capacity, or an equal part of it where that is above
-            `most`; `fixed-row` the length of about the least work to be expected.
+        rounding: `standard` returns a block's capacity, or an equal part of it if that is above
+            `most`; `fixed-row` returns the length with about the least expected work.
     """
     if rounding == "standard":
         return math.ceil(blocks.capacity / math.ceil(blocks.capacity / most))
@@ -45,7 +45,7 @@ def rows_per_pass(blocks: Blocks, most: int, rounding: Rounding = "standard") ->
 def rows_per_batch(
     blocks: Blocks, members: float, rows: int, rounding: Rounding = "standard"
 ) -> float:
-    """Return how many rows the passes over a batch have on average.
+    """Return the average number of rows of the passes over a batch.
 
     Args:
         blocks: of the step.
@@ -61,11 +61,10 @@ def rows_per_batch(
 def labeled_passes(
     blocks: Blocks, key: bytes, ids: np.ndarray, rows: int, rounding: Rounding = "standard"
 ) -> Iterator[tuple[tuple[str | int, ...], np.ndarray, slice | np.ndarray]]:
-    """Yield the passes over a batch, each behind a label.
+    """Yield the passes over a batch, each with a label that keys its random numbers.
 
-    The label keys what a model draws in the pass (`dpdist.gradients.random_passes`). That of a pass
-    of one row is its record, that of `fixed-row` one for all passes, that of `standard` block and
-    number.
+    The label (`dpdist.gradients.random_passes`) of a pass of one row is its record; for `fixed-row`
+    it is one for all passes, for `standard` block and number.
 
     Args:
         blocks: of the step.
@@ -99,7 +98,7 @@ def hash_rows(key: bytes, ids: np.ndarray) -> np.ndarray:
 def _fixed_row_passes(
     block: np.ndarray, hashes: np.ndarray, rows: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield passes in which each member stands in the row that its hash names."""
+    """Yield passes in which each member is in the row of its hash."""
     row = (hashes % np.uint64(rows)).astype(np.int64)
     turn = np.empty(len(block), np.int64)  # in which pass of its row a member runs
     for one in np.unique(row):
@@ -107,15 +106,15 @@ def _fixed_row_passes(
         turn[mine] = np.arange(len(mine))
     for number in range(int(turn.max(initial=-1)) + 1):
         mine = np.flatnonzero(turn == number)
-        members = np.repeat(block[mine[:1]], rows)  # empty rows repeat one that the model takes
+        members = np.repeat(block[mine[:1]], rows)  # empty rows repeat a valid record
         members[row[mine]] = block[mine]
         yield members, np.sort(row[mine])
 
 
 def _fullest_row(members: float, rows: int) -> float:
-    """Return how many records the fullest of `rows` rows has on average.
+    """Return the average number of records in the fullest of `rows` rows.
 
-    A Poisson number of them, of mean `members`, go into rows by their hashes.
+    A Poisson number of records, of mean `members`, go into rows by their hashes.
     """
     mean = members / rows
     counts = np.arange(1, int(mean + 12 * math.sqrt(mean)) + 40)

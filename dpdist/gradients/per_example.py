@@ -12,8 +12,8 @@ Channels-last convolutions produce their gradients as (out, kh, kw, in); `order`
 that brings such a gradient to the parameter's own shape, applied to the sum only.
 
 `PerExampleGradient` adds the contributions of one parameter over draws, repeated calls of a module
-and modules that share the parameter, so cross terms are right by construction. A table of tokens
-that is also the output layer has both outer products and rows; the inner product of the two,
+and modules that share the parameter, so cross terms are correct by construction. An embedding that
+is also the output layer has both outer products and rows; the inner product of the two,
 sum_st left[t, id_s] <values_s, right_t>, needs no gradient of the table's size either.
 """
 
@@ -72,9 +72,9 @@ class OuterProductGradient:
     """left: (B, T, o), right: (B, T, i); gradient of example b: sum_t left[b, t] ⊗ right[b, t].
 
     right may be an overlapping view (B, *positions, *window) of a convolution's input, whose last
-    `window` dimensions make up i: its patches are then copied out in pieces that stay in the cache.
-    order: see the module's head. source: what right was made of, where that is the layer's input;
-    calls that saw the same input have the same right factor.
+    `window` dimensions make up i: its patches are then copied in pieces that stay in the cache.
+    order: see the module's docstring. source: the layer's input if right was computed from it;
+    calls with the same input have the same right factor.
     """
 
     left: Tensor
@@ -84,27 +84,30 @@ class OuterProductGradient:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """(o, i)."""
+        """Return (o, i)."""
         return self.left.shape[2], self.right[0].numel() // self.left.shape[1]
 
     def has_same_input(self, other: OuterProductGradient) -> bool:
-        """saw_what(other) did: the same memory, which both hold."""
+        """Return whether both have the same input, by its memory."""
         own, its = self.source, other.source
         if own is None or its is None or self.left.shape != other.left.shape:
             return False
         return (own.data_ptr(), own.shape, own.stride(), own.dtype) == (
-            its.data_ptr(), its.shape, its.stride(), its.dtype
-        )  # fmt: skip
+            its.data_ptr(),
+            its.shape,
+            its.stride(),
+            its.dtype,
+        )
 
     def with_copied_patches(self) -> OuterProductGradient:
-        """The same with a (B, T, i) right factor: the patches of a convolution are copied out."""
+        """Return the same with a (B, T, i) right factor: patches of a convolution are copied."""
         batch, positions, _ = self.left.shape
         return OuterProductGradient(self.left, self.right.reshape(batch, positions, -1), self.order)
 
     def batch_slices(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Slices of the batch with their left^T (b, o, T) and right (b, T, i).
+        """Yield slices of the batch with their left^T (b, o, T) and right (b, T, i).
 
-        Patches lie in one buffer, so a slice ends with the next one.
+        Patches are in one buffer, which the next slice overwrites.
         """
         batch, positions, _ = self.left.shape
         if self.right.dim() == 3:
@@ -119,14 +122,14 @@ class OuterProductGradient:
             yield piece, self.left[piece].transpose(1, 2), patches.view(len(patches), positions, -1)
 
     def to_dense(self) -> Tensor:
-        """(B, o, i)."""
+        """Return the per-example gradients, (B, o, i)."""
         out = self.left.new_empty(len(self.left), *self.widths)
         for piece, left, right in self.batch_slices():
             torch.bmm(left, right, out=out[piece])
         return out
 
     def accumulate_into(self, total: Tensor) -> None:
-        """total (B, o, i) += the per-example gradients."""
+        """Add the per-example gradients to total (B, o, i)."""
         for piece, left, right in self.batch_slices():
             total[piece].baddbmm_(left, right)
 
@@ -153,7 +156,7 @@ Contribution = DenseGradient | OuterProductGradient | EmbeddingGradient
 
 
 def materializing_is_cheaper(positions: int, out_width: int, in_width: int) -> bool:
-    """Per-example gradients (kept and reused) against Gram matrices and a second product."""
+    """Return whether keeping per-example gradients beats Gram matrices and a second product."""
     size, grams = out_width * in_width, positions * positions
     if size > _LARGE and grams < size:
         return False
@@ -161,7 +164,7 @@ def materializing_is_cheaper(positions: int, out_width: int, in_width: int) -> b
 
 
 def sum_outer_products(parts: list[OuterProductGradient]) -> Tensor:
-    """(B, o, i): the sum of the parts' per-example gradients, as one product over all positions."""
+    """Return the sum of the parts' gradients (B, o, i), as one product over all positions."""
     batch = len(parts[0].left)
     out = parts[0].left.new_empty(batch, *parts[0].widths)
     positions = [part.left.shape[1] for part in parts]
@@ -180,26 +183,26 @@ def sum_outer_products(parts: list[OuterProductGradient]) -> Tensor:
 
 @contextmanager
 def sums_in_order(device: torch.device) -> Iterator[None]:
-    """Have torch's kernels on a CPU add up one number after the other until the end of the block.
+    """Let torch's CPU kernels add numbers in a fixed order until the end of the block.
 
     With several threads its sum by index (`index_put_`, the gradient of `h[:, places]`) splits all
-    numbers among them, wherever a record's end, and the threads add in the order in which they
-    come: one record's bits then change with its neighbors' and from one pass to the next.
+    numbers among them, regardless of records, and the threads add in any order: one record's bits
+    then change with its neighbors' and from one pass to the next.
     """
     with nullcontext() if device.type != "cpu" else DETERMINISTIC.block():
         yield
 
 
 def rounds_factors(device: torch.device) -> bool:
-    """Return whether float32 products round their factors there: by autocast, TF32 or bfloat16."""
+    """Return whether float32 products round their factors: by autocast, TF32 or bfloat16."""
     backends: Any = torch.backends
     products = backends.cuda.matmul if device.type == "cuda" else backends.mkldnn.matmul
     return torch.is_autocast_enabled(device.type) or products.fp32_precision not in ("none", "ieee")
 
 
 def add_rows(values: Tensor, factors: Tensor, total: Tensor, run_length: int) -> None:
-    """total (size,) += factors @ values (B, size): runs of `run_length` rows at once, and their
-    sums in float64."""
+    """Add factors @ values (B, size) to total (size,): sums of `run_length` rows in their own
+    precision, sums of these in float64."""
     if values.dtype == torch.float64 or run_length == 1:
         for piece, weights in zip(values.split(32), factors.split(32), strict=True):
             total.addmv_(piece.double().t(), weights)
@@ -216,10 +219,10 @@ def add_rows(values: Tensor, factors: Tensor, total: Tensor, run_length: int) ->
 
 
 def add_products(piece: OuterProductGradient, factors: Tensor, total: Tensor) -> None:
-    """Add sum_b factors[b] * sum_t left[b, t] ⊗ right[b, t], made in float64, to `total`.
+    """Add sum_b factors[b] * sum_t left[b, t] ⊗ right[b, t], computed in float64, to `total`.
 
-    The products are made apart and added to `total` once. A product that began with `total` would
-    round its large intermediate terms differently after every change of another record.
+    The products are computed separately and added to `total` once. A product that started with
+    `total` would round its large intermediate terms differently after any change of another record.
 
     Args:
         piece: (B, T, o) and (B, T, i).
@@ -250,7 +253,7 @@ def add_products(piece: OuterProductGradient, factors: Tensor, total: Tensor) ->
 def add_embedding_rows(piece: EmbeddingGradient, factors: Tensor, total: Tensor) -> None:
     """Add sum_b factors[b] * the gradient of example b to `total`, in float64.
 
-    As in `add_products`, what one pass adds to a row is summed apart and added once.
+    As in `add_products`, the sum of one pass is computed separately and added once.
 
     Args:
         piece: (B, T) ids and (B, T, d) values.
@@ -270,7 +273,7 @@ def _by_example(values: Tensor) -> Tensor:
 
 
 def squared_row_norms(values: Tensor) -> Tensor:
-    """Return the squared norms of the rows, of which none is too small by more than its rounding.
+    """Return the squared norms of the rows, none too small by more than its rounding.
 
     Guarantee: the computed norm is at least (1 - 2^-17.9) times the true one for float32, and
     (1 - 2^-44) times for float64, for rows of up to 2^28 numbers and any order of summation.
@@ -278,7 +281,7 @@ def squared_row_norms(values: Tensor) -> Tensor:
     128 u / (1 - 128 u) of itself, u = 2^-24 (Higham, Accuracy and Stability of Numerical
     Algorithms, section 3.1), and its root by u more. Everything after that is float64, again in
     blocks. A sum of all entries in float32 can be too small by any factor: many equal entries all
-    round down. What may be lost to underflow is added.
+    round down. A bound on the loss by underflow is added.
 
     Args:
         values: (B, n), float32 or float64.
@@ -304,7 +307,7 @@ def _underflow_bound(dtype: torch.dtype) -> float:
 
 
 def outer_squared_norms(piece: OuterProductGradient) -> Tensor:
-    """Return the squared norms of sum_t left[b, t] ⊗ right[b, t] without making it: float64 (B,).
+    """Return the squared norms of sum_t left[b, t] ⊗ right[b, t], not computed: float64 (B,).
 
     Guarantee: never below the true ones by more than `squared_row_norms` allows, see
     `_gram_squared_norms`.
@@ -322,11 +325,10 @@ def outer_squared_norms(piece: OuterProductGradient) -> Tensor:
 
 
 def tied_squared_norms(outer: OuterProductGradient, rows: EmbeddingGradient) -> Tensor:
-    """Return the squared norms of a table's gradients that is looked up in and multiplied with.
+    """Return squared norms (B,), float64, for an embedding that is also the output layer.
 
     The rows are outer products of the looked-up rows' unit vectors and the values, so the sum of
-    both is an outer product over all positions of both, and the norm is that of its Gram matrices:
-    float64 (B,).
+    both is an outer product over all positions of both, and the norm is that of its Gram matrices.
 
     Guarantee: as of `outer_squared_norms`. An entry of the left Gram matrix between a unit vector
     and a left factor is one number of that factor, so it is exact.
@@ -374,21 +376,21 @@ def embedding_squared_norms(piece: EmbeddingGradient) -> Tensor:
 
 
 def _in_pieces(example_bytes: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Split the batch so that what one piece needs in float64 stays small."""
+    """Split the batch into pieces that need little memory in float64."""
     step = max(1, _WIDE_BYTES // max(1, example_bytes))
     return [tensor.split(step) for tensor in tensors]
 
 
 def _gram(factor: Tensor) -> Tensor:
-    """(B, T, w) to float64 (B, T, T).
+    """Return the Gram matrices of (B, T, w): float64 (B, T, T).
 
-    A factor as wide as a vocabulary is widened so many columns at a time.
+    A factor as wide as a vocabulary is widened in groups of columns.
     """
     columns = max(1, _WIDE_BYTES // (8 * factor.shape[0] * factor.shape[1]))
     total, odd = None, factor.shape[1] % 2
     for part in factor.split(columns, dim=2):
         wide = part.double()
-        if odd:  # every other matrix would lie, and round, otherwise
+        if odd:  # else the alignment, and so the rounding, of matrices would differ
             wide = torch.nn.functional.pad(wide, (0, 0, 0, 1))
         product = torch.bmm(wide, wide.transpose(1, 2))
         total = product if total is None else total.add_(product)
@@ -405,8 +407,8 @@ def _gram_squared_norms(gram_left: Tensor, gram_right: Tensor, widths: int) -> T
     section 3.1, and Cauchy-Schwarz), the product of two entries by (w_l + w_r + 1) u of
     |l_s| |l_t| |r_s| |r_t|, and the sum of T^2 products by T^2 u more: at most
     (w_l + w_r + T^2 + 1) u M in all. Twice that is added, which covers terms of second order and
-    the rounding of M. Where positions cancel, N^2 is far below M; a bound that did not grow with
-    the widths, or Gram matrices in float32, would let such a gradient escape the clip.
+    the rounding of M. If positions cancel, N^2 is far below M; with a bound that does not grow with
+    the widths, or Gram matrices in float32, such a gradient would escape the clip.
 
     A further `_CANCELLATION_FLOOR` T^2 M keeps N^2 / M, and so what rounding adds to the sum of
     clipped gradients, from becoming arbitrarily small: see `dpdist.gradients.clipping.sum_slack`.
@@ -434,10 +436,10 @@ def _gram_squared_norms(gram_left: Tensor, gram_right: Tensor, widths: int) -> T
 class PerExampleGradient:
     """The per-example gradients of one parameter, accumulated over draws and calls.
 
-    draws: how many times each contribution is expected, for the choice of form.
-    shared: the parameter is shared between modules, so contributions of different forms meet. A
-    small one's gradients are materialized; a large one's, such as a table of tokens that is also
-    the output layer, keep their forms where all of these are outer products and rows.
+    draws: expected number of each contribution, for the choice of form.
+    shared: whether modules share the parameter, so that contributions of different forms meet. A
+    small parameter's gradients are materialized; those of a large one, such as an embedding that is
+    also the output layer, keep their forms if all are outer products and rows.
     """
 
     def __init__(self, shape: torch.Size, *, draws: int = 1, shared: bool = False) -> None:
@@ -451,16 +453,16 @@ class PerExampleGradient:
         self._deferred: list[OuterProductGradient] = []  # to be materialized together
         self._outer: list[OuterProductGradient] = []
         self._rows: list[EmbeddingGradient] = []
-        # whose input the next draw may see again
+        # the call whose input the next draw may see again
         self._shared_input_call: OuterProductGradient | None = None
         self._version = 0  # of that input
         self._expects_shared_input = draws > 1 and not shared
 
     def add(self, contribution: Contribution) -> None:
-        """Add what one call of a layer gives.
+        """Add the contribution of one call of a layer.
 
-        Where all draws see the same input (a first layer under perturbed parameters), the left
-        factors are added up and the product is made once: sum_k left_k ⊗ right.
+        If all draws see the same input (a first layer under perturbed parameters), the left factors
+        are summed and the product is computed once: sum_k left_k ⊗ right.
         """
         if not (
             self._expects_shared_input
@@ -479,20 +481,17 @@ class PerExampleGradient:
             self._add(contribution)
 
     def _flush_shared_input(self) -> None:
-        """Where two inputs differ, no third draw is expected to see one of them again.
+        """Add the call that was kept for draws with the same input, and expect no more of them.
 
-        Raises UserError when the input was written to since it was seen.
+        Raises UserError if the model wrote to the input since then.
         """
-        self._expects_shared_input, held, self._shared_input_call = (
-            False,
-            self._shared_input_call,
-            None,
-        )
+        held, self._shared_input_call = self._shared_input_call, None
+        self._expects_shared_input = False
         if held is not None:
             if held.source is not None and held.source._version != self._version:
                 raise UserError(
-                    "the model changes its input in place, so that the next draw sees another one: "
-                    "let it work on a copy"
+                    "the model changes its input in place, so that the next draw sees a different "
+                    "one: let it work on a copy"
                 )
             self._add(held)
 
@@ -506,7 +505,7 @@ class PerExampleGradient:
             self._add_dense(contribution.values, contribution.order, fresh=False)
         elif not self._shared and self._should_defer(contribution):
             self._order = contribution.order
-            self._deferred.append(replace(contribution, source=None))  # its memory is not needed
+            self._deferred.append(replace(contribution, source=None))  # frees the input
         elif self._dense_only or self._materialize(contribution):
             if self._dense is not None and self._owned and not self._shared:
                 contribution.accumulate_into(self._dense.view(-1, *contribution.widths))
@@ -522,7 +521,7 @@ class PerExampleGradient:
         return materializing_is_cheaper(piece.left.shape[1] * self._draws, *piece.widths)
 
     def _should_defer(self, piece: OuterProductGradient) -> bool:
-        """With few positions, one product over all draws beats adding to memory K times."""
+        """Return whether one product over all draws beats adding to memory K times."""
         few = piece.left.shape[1] < FEW_POSITIONS
         return self._draws > 1 and few and self._materialize(piece)
 
@@ -547,7 +546,7 @@ class PerExampleGradient:
             self._dense, self._owned = self._dense + values, True
 
     def _merge(self) -> None:
-        """Bring several forms to one, so that norms include the cross terms."""
+        """Convert several forms to one, so that norms include the cross terms."""
         if self._shared_input_call is not None:  # of all draws
             self._draws = 1
             self._flush_shared_input()
@@ -568,8 +567,10 @@ class PerExampleGradient:
             self._add_dense(self._rows.pop().to_dense(), None, fresh=True)
 
     def squared_norms(self) -> Tensor | None:
-        """(B,) squared L2 norms in float64, never below the true ones by more than the rounding
-        slack: what squares lose to underflow is added."""
+        """Return the squared L2 norms, float64 (B,), or None without a contribution.
+
+        They are never below the true ones by more than the rounding slack.
+        """
         self._merge()
         if self._dense is not None:
             return squared_row_norms(_by_example(self._dense))
@@ -599,8 +600,10 @@ class PerExampleGradient:
         return kept[0].device
 
     def select(self, keep: Tensor | slice) -> None:
-        """Keep some examples, a mask (B,) or a slice: the others' Inf, which 0 * Inf would keep, is
-        dropped too."""
+        """Keep some examples, a mask (B,) or a slice, and drop all values of the others.
+
+        A factor of 0 would not do: 0 * Inf is NaN.
+        """
         if self._dense is not None:
             self._dense, self._owned = self._dense[keep], False
         self._outer = [
@@ -613,12 +616,12 @@ class PerExampleGradient:
         ]
 
     def add_weighted_sum(self, factors: Tensor, out: Tensor, run_length: int) -> None:
-        """out += sum over examples of factors[b] * gradient[b], in float64.
+        """Add sum_b factors[b] * gradient[b] to `out`, in float64.
 
-        factors: float64 (B,). out: float64, contiguous, of the parameter's shape. run_length: how
-        many per-example gradients may be added in their own precision first
-        (`clipping.max_run_length`).
-        Sums over positions are float64 always: positions that cancel leave nothing but rounding.
+        factors: float64 (B,). out: float64, contiguous, of the parameter's shape. run_length:
+        number of per-example gradients that are first added in their own precision
+        (`clipping.max_run_length`). Sums over positions are always float64: of positions that
+        cancel only rounding is left.
         """
         total = out
         if self._order is not None:
@@ -627,7 +630,7 @@ class PerExampleGradient:
             add_rows(_by_example(self._dense), factors, total.view(-1), run_length)
         factored = [piece.left for piece in self._outer] + [rows.values for rows in self._rows]
         if any(values.dtype == torch.float64 for values in factored):
-            # Positions that cancel, in one form or between two, round by their own record alone.
+            # Positions that cancel, in one form or between two, round within their own record.
             for place, factor in enumerate(factors):
                 own, one = torch.zeros_like(total), torch.ones_like(factors[:1])
                 self._add_factored(place, one, own)
@@ -638,10 +641,10 @@ class PerExampleGradient:
             out += total.permute(self._order)
 
     def _add_factored(self, place: int | None, factors: Tensor, total: Tensor) -> None:
-        """Add what is kept as factors, of one example or of all (None)."""
+        """Add the gradients that are kept as factors, of one example or of all (None)."""
 
         def take(values: Tensor) -> Tensor:
-            # Copied: where an example's lie in memory must not change how they round.
+            # Copied: the location in memory must not change the rounding.
             return values if place is None else values[place : place + 1].clone()
 
         for piece in self._outer:
@@ -652,13 +655,13 @@ class PerExampleGradient:
             add_embedding_rows(taken, factors, total)
 
     def nbytes(self) -> int:
-        """Bytes held after all draws, from what one draw left: to choose the micro-batch."""
+        """Return the bytes in use after all draws, from those after one draw."""
         self._flush_shared_input()
         factors = [tensor for piece in self._outer for tensor in (piece.left, piece.right)]
         factors += [piece.values for piece in self._rows]
         factors += [piece.left for piece in self._deferred]
         held = sum(tensor.nbytes for tensor in factors)
-        # Windows overlap: what is held is the input they look at.
+        # Windows overlap: their memory is that of the input.
         held += sum(piece.right.untyped_storage().nbytes() for piece in self._deferred)
         return held * self._draws + (0 if self._dense is None else self._dense.nbytes)
 
@@ -670,12 +673,12 @@ class PerExampleGradient:
 class LayerCall:
     """The inputs and outputs of a layer's call that a rule may read.
 
-    inputs, kwargs: the arguments of `module.forward`, detached. shared: which of their leaves
-    belong to no example, although one may be as long as the batch. output_gradients: the gradient
-    of the summed loss with respect to every tensor of the (flattened) output, zeros where it was
-    not used. parameters: the values used in this call by local name (perturbed ones under
-    parameter draws). trainable: the local names whose gradients are wanted. states: of torch's
-    generators when the call began, where the layer draws and its rule runs it again.
+    inputs, kwargs: the arguments of `module.forward`, detached. shared: places of their leaves that
+    belong to no example, although one may be as long as the batch. output_gradients: gradients of
+    the summed loss with respect to every tensor of the (flattened) output, zeros for unused ones.
+    parameters: the values in this call by local name (perturbed under parameter draws). trainable:
+    the local names of the trained parameters. states: states of torch's generators at the start of
+    the call, if the layer draws and its rule runs it again.
     """
 
     module: nn.Module
@@ -689,7 +692,7 @@ class LayerCall:
 
     @property
     def input(self) -> Tensor:
-        """The one tensor input of the common layers."""
+        """Return the tensor input of a layer that has one."""
         result: Tensor = self.inputs[0] if self.inputs else self.kwargs["input"]
         return result
 

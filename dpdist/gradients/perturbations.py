@@ -1,10 +1,10 @@
-"""Randomness before the clip: on parameters, inputs or hidden layers, in K draws each.
+"""Random noise before the clip: on parameters, inputs or hidden layers, in K draws each.
 
 The gradient that is clipped is weight * sum over the draws of the example's gradient under that
-draw; weight = 1/K gives the mean. Where draws differ in kind, each has a share of its own, which
+draw; weight = 1/K gives the mean. If draws differ in kind, each has its own weight, which
 multiplies its loss. Draws are independent of the private data (their scales must be: a scale
 computed from private records would let one record move all gradients), so they sit before the
-clip, cost no privacy and earn none. A crop or flip of record i is a function of record i, the
+clip and neither cost nor provide privacy. A crop or flip of record i is a function of record i, the
 step's key and the draw, and costs no privacy for the same reason.
 
 Keys: shared draws depend on (draw_key, draw index) only, per-example draws on (draw_key, draw
@@ -33,14 +33,17 @@ from dpdist.randomness.noisy_modules import perturb_output
 
 @dataclass(frozen=True)
 class CropAndFlip:
-    """crop: images are padded with zeros by so many pixels, and a window of the old size is cut out
-    where it falls (He et al. 2016). flip: mirrored with probability 1/2."""
+    """A random crop and flip of images.
+
+    crop: number of pixels of zero padding, of which a random window of the old size is taken (He et
+    al. 2016). flip: whether to mirror with probability 1/2.
+    """
 
     crop: int
     flip: bool
 
     def __call__(self, images: Tensor, record_ids: Tensor, draw_key: bytes, draw: int) -> Tensor:
-        """Images (B, C, H, W); row b depends on row b, the key, the draw and record_ids[b]."""
+        """Return images (B, C, H, W); row b depends on row b, key, draw and record_ids[b]."""
         words = words_per_record(draw_key, "draws/augment", draw, record_ids, 3)
         height, width = images.shape[-2:]
         places = words[:, :2] % np.uint64(2 * self.crop + 1)  # uneven by less than 2^-56
@@ -64,7 +67,7 @@ Aggregate = Literal["mean", "sum"]
 
 
 def standard_normal_shared(draw_key: bytes, purpose: str, draw: int, size: int) -> Tensor:
-    """`size` float32 standard normals shared by the batch."""
+    """Return `size` float32 standard normals shared by the batch."""
     philox = np.random.Philox(key=_philox_key(draw_key, purpose, draw))
     return torch.from_numpy(np.random.Generator(philox).standard_normal(size, dtype=np.float32))
 
@@ -72,9 +75,9 @@ def standard_normal_shared(draw_key: bytes, purpose: str, draw: int, size: int) 
 def standard_normal_per_record(
     draw_key: bytes, purpose: str, draw: int, record_ids: Tensor, size: int
 ) -> Tensor:
-    """(B, size) float32 standard normals; row b depends on the key, the draw and record_ids[b].
+    """Return float32 standard normals (B, size); row b depends on key, draw and record_ids[b].
 
-    The record id sits in the high words of Philox' 256-bit counter, so streams never overlap.
+    The record id is in the high words of Philox' 256-bit counter, so streams never overlap.
     """
     out = np.empty((len(record_ids), size), dtype=np.float32)
     streams = _per_record(draw_key, purpose, draw, record_ids)
@@ -86,7 +89,7 @@ def standard_normal_per_record(
 def words_per_record(
     draw_key: bytes, purpose: str, draw: int, record_ids: Tensor, count: int
 ) -> np.ndarray:
-    """(B, count) uniform uint64; row b depends on the key, the draw and record_ids[b]."""
+    """Return uniform uint64 (B, count); row b depends on the key, the draw and record_ids[b]."""
     streams = _per_record(draw_key, purpose, draw, record_ids)
     rows = [philox.random_raw(count) for philox in streams]
     return np.array(rows, dtype=np.uint64).reshape(len(record_ids), count)
@@ -107,7 +110,7 @@ def _philox_key(draw_key: bytes, purpose: str, draw: int) -> int:
 
 
 class Perturbation:
-    """No perturbation, once: plain DP-SGD. The base of all draws.
+    """The base class of perturbations, and the one of plain DP-SGD: no noise, one draw.
 
     count: K. aggregate: "mean" of the K gradients, or "sum" (as the DPlis authors' code does).
     gradient_scale: a constant that multiplies the aggregated gradient before the clip. With
@@ -117,10 +120,8 @@ class Perturbation:
 
     per_example = False
     hidden_modules: tuple[str, ...] = ()
-    # of each draw's loss in the record's; None: equal
-    draw_weights: tuple[float, ...] | None = None
-    # of the noise on the inputs, fresh for every record and draw
-    input_std: float | Tensor = 0.0
+    draw_weights: tuple[float, ...] | None = None  # of the losses of draws; None: equal weights
+    input_std: float | Tensor = 0.0  # of noise on the inputs, fresh for every record and draw
 
     def __init__(
         self, count: int = 1, *, aggregate: Aggregate = "mean", gradient_scale: float = 1.0
@@ -132,13 +133,13 @@ class Perturbation:
     def perturb_parameters(
         self, parameters: Mapping[str, Tensor], draw_key: bytes, draw: int
     ) -> dict[str, Tensor]:
-        """Trainable parameters of this draw by name; the given tensors are never written to."""
+        """Return the trainable parameters of this draw by name; the given tensors do not change."""
         return dict(parameters)
 
     def perturb_inputs(
         self, inputs: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int
     ) -> Tensor:
-        """Inputs (B, ...) of this draw."""
+        """Return the inputs (B, ...) of this draw."""
         std = self.input_std
         if not isinstance(std, Tensor) and std == 0:
             return inputs
@@ -148,19 +149,20 @@ class Perturbation:
     def perturb_output(
         self, output: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int, module: int = 0
     ) -> Tensor:
-        """Output (B, ...) of `hidden_modules[module]` in this draw. Row b depends on row b, the
-        key, the draw and record_ids[b] only."""
+        """Return the output (B, ...) of `hidden_modules[module]` in this draw.
+
+        Row b depends on row b, the key, the draw and record_ids[b] only.
+        """
         return output
 
 
 class ParameterPerturbation(Perturbation):
     """theta + std * N(0, I) on every trainable parameter (DPlis, PoPETs 2021, Equation 6).
 
-    std: per-weight standard deviation; public. per_example: every
-    record has its own noise (the paper's Algorithm 2 as written; memory is micro-batch x
-    parameters and there is no book-keeping to save it); False shares one draw over the batch, as
-    the authors' code does. Both are equally private. input_std: the inputs of a draw get noise of
-    this standard deviation too, fresh for every record and draw.
+    std: per-weight standard deviation; public. per_example: whether every record has its own noise
+    (the paper's Algorithm 2; memory is micro-batch x parameters); False shares one draw over the
+    batch, as the authors' code does. Both are equally private. input_std: standard deviation of
+    noise on the inputs, fresh for every record and draw.
     """
 
     def __init__(
@@ -215,8 +217,8 @@ class InputPerturbation(Perturbation):
     """x + std * N(0, I), fresh for every record and draw (augmentation with noise; Cohen et al.).
 
     std: standard deviation in input units, a number or a tensor that broadcasts against one
-    example; public. Subclasses override `perturb_inputs` for other augmentations: whatever they do
-    to example b may depend on example b, the key and public data only.
+    example; public. Subclasses override `perturb_inputs` for other augmentations: example b may
+    depend on example b, the key and public data only.
     """
 
     def __init__(self, count: int, std: float | Tensor) -> None:
@@ -243,10 +245,10 @@ class HiddenPerturbation(Perturbation):
 
 
 class ModulePerturbation(Perturbation):
-    """Noise on the outputs of several modules and on the input, fresh for every record and draw:
-    what the place draws at prediction (residual perturbation).
+    """Noise on the outputs of several modules and on the input, fresh for every record and draw.
 
-    The noise of module i is keyed by the purpose draws/block/i.
+    It is the noise of `location` at prediction (residual perturbation). The noise of module i is
+    keyed by the purpose draws/block/i.
     """
 
     def __init__(self, count: int, location: ModuleNoise, *, aggregate: Aggregate = "mean") -> None:

@@ -1,39 +1,37 @@
-"""Key the random numbers that a model or a loss draws in a pass: dropout, stochastic depth, a VAE.
+"""Key the random numbers that a model or a loss uses in a pass: dropout, stochastic depth, a VAE.
 
-Unit: one record (a user, where users are protected). Let the step's sample be given.
-Record i in row r of pass p adds f_i(w_i), its clipped gradient under its draws w_i, of norm at most
-C whatever w_i is.
+Unit: one record, or one user. Let the step's sample be given. Record i in row r of pass p adds
+f_i(w_i), its clipped gradient under its random numbers w_i, of norm at most C for every w_i.
 
 1. *Draws by row* (`standard`). The state of torch's generator in a pass follows from the run's key
    and the pass's label: attempt, step, shard, block, pass, place among a user's records,
    augmentation. No two passes have one label. Every random call has a dimension that scales with
-   the rows, so that each
-   row has numbers of its own: the w_i are independent of each other, and the distribution of w_i
-   depends on record i alone. One record x more moves others of its block to other rows, which
-   changes none of these distributions. So give the other records the same draws w with and without
-   x. For each w and each own draw v of x the two sums differ by f_x(v), whose norm is at most C.
-   The released sums are mixtures, with one distribution of w, of pairs N(s(w) + f_x(v), sigma^2)
-   and N(s(w), sigma^2), each of which is as far apart as the plan accounts for. The hockey-stick
-   divergence of any order is jointly convex, so the mixtures are no farther apart, and neither is
-   the mixture over samples.
+   the rows, so that each row has its own numbers: the w_i are independent of each other, and the
+   distribution of w_i depends only on record i. One more record x moves others of its block to
+   different rows, which changes none of these distributions. So give the other records the same
+   numbers w with and without x. For each w and each own v of x the two sums differ by f_x(v), whose
+   norm is at most C. The released sums are mixtures, with one distribution of w, of pairs
+   N(s(w) + f_x(v), sigma^2) and N(s(w), sigma^2), each as far apart as the plan accounts for. The
+   hockey-stick divergence of any order is jointly convex, so the mixtures are no farther apart, and
+   neither is the mixture over samples.
 2. *One state for all passes of a step* (`fixed-row`). Given the state, w_i follows from the
-   record's row, which follows from its id and the step's key. One record more changes nothing
-   of the others, so the sums differ by f_x, for each state. The mixture over states is no farther
-   apart. That holds for draws that rows share, too.
+   record's row, which follows from its id and the step's key. One more record does not change the
+   others, so the sums differ by f_x, for each state. The mixture over states is no farther apart.
+   This is valid for numbers that rows share, too.
 3. *A state for each record* (passes of one row). w_i follows from the record's id, as in 2.
 
-Without 1's condition it fails: a scalar drawn once a pass may double or zero all of its rows, so
-that one record more, which begins another pass, moves passes of 2 and 17 records of norm C by up to
-16 C. What is shared is found by running passes of two and of three rows, and what a row makes of
-another one's numbers by exchanging those of one row (`mixes_draws`). A call that draws more or
-fewer numbers as values decide, as RReLU does on a CPU, lets records move the draws of others: the
-screening refuses it (`dpdist.gradients.independence`).
+Without the condition of 1 it fails: a scalar drawn once per pass may double or zero all of its
+rows, so that one more record, which starts a new pass, moves passes of 2 and 17 records of norm C
+by up to 16 C. Passes of two and of three rows show which numbers rows share, and exchanging the
+numbers of one row shows whether other rows depend on them (`mixes_draws`). If values decide how
+many numbers a call draws, as in RReLU on a CPU, records change the numbers of others: the screening
+raises an error (`dpdist.gradients.independence`).
 
-Assumed: torch's generator in a state of secret random bits cannot be told from true randomness. It
-is no cipher, and nobody sees what it draws. States are secret, live for one pass and are never
-written anywhere. On a CPU all 19,968 bits of the generator's state come from the key, since its
-seeds have 32 bits; on a GPU the 64 bits of the seed and 60 of the offset. How torch makes numbers
-of a state is its own: with MKL on an Intel CPU a Bernoulli mask follows from 32 bits of it.
+Assumed: torch's generator in a state of secret random bits cannot be distinguished from true
+randomness. It is not a cipher, but its numbers are never released. States are secret, live for one
+pass and are never written anywhere. On a CPU all 19,968 bits of the generator's state come from the
+key, since its seeds have 32 bits; on a GPU the 64 bits of the seed and 60 of the offset. Torch
+decides how a state becomes numbers: with MKL on an Intel CPU a Bernoulli mask follows from 32 bits.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ import functools
 import random
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,8 +80,7 @@ def restore_states(states: States, device: torch.device) -> None:
 def states_of_key(key: bytes, device: torch.device) -> States:
     """Return the states that follow from a key of 32 bytes.
 
-    The CPU's is 624 words of the key's stream, none of which was drawn from yet; the GPU's a seed
-    and an offset.
+    The CPU's has 624 unused words of the key's stream; the GPU's has a seed and an offset.
     """
     words = stream_words(key, 0, _WORDS // 2 + 2)
     state = bytearray(_empty_state())
@@ -98,38 +95,29 @@ def states_of_key(key: bytes, device: torch.device) -> States:
 
 @functools.cache
 def _empty_state() -> bytes:
-    """Return a state without its words, of which one draw more makes new ones.
+    """Return a state whose words are to be replaced.
 
-    Raises UserError where torch lays a state out in another way.
+    Raises UserError if torch lays out a state differently.
     """
     raw = torch.Generator().manual_seed(7).get_state().numpy().tobytes()
     words = np.frombuffer(raw, "<u8", _WORDS, _HEAD.size) if len(raw) == _BYTES else np.zeros(2)
     second = (1812433253 * 7 + 1) % 2**32  # Matsumoto and Nishimura's initialization
     if _HEAD.unpack(raw[: _HEAD.size]) != (7, 1, 1, 0) or words[:2].tolist() != [7, second]:
         raise UserError(
-            f"torch {torch.__version__}: lays out the state of its generator in another way, so "
-            "that a model's draws cannot be keyed: set dropout to 0, or take another version"
+            f"torch {torch.__version__}: lays out the state of its generator differently, so that "
+            "random numbers of a model cannot be keyed: set dropout to 0, or use another version"
         )
     return raw
 
 
-@contextmanager
-def keyed_draws(key: bytes, device: torch.device) -> Iterator[None]:
-    """Let what is drawn in the block follow from a key, and leave torch's generators as they were.
-
-    key: 32 bytes.
-    """
-    before = random_states(device)
-    restore_states(states_of_key(key, device), device)
-    try:
-        yield
-    finally:
-        restore_states(before, device)
+def keyed_draws(key: bytes, device: torch.device) -> AbstractContextManager[None]:
+    """Return a context in which torch's random numbers follow from a key of 32 bytes."""
+    return draws_again(states_of_key(key, device), device)
 
 
 @contextmanager
 def draws_again(states: States, device: torch.device) -> Iterator[None]:
-    """Draw in the block what was drawn from these states, and leave the generators as they were."""
+    """Run torch's generators from these states in the block, and restore their own afterwards."""
     before = random_states(device)
     restore_states(states, device)
     try:
@@ -139,7 +127,7 @@ def draws_again(states: States, device: torch.device) -> Iterator[None]:
 
 
 def pass_key(draw_key: bytes, *label: str | int) -> bytes:
-    """Return the key of one pass. draw_key: of attempt and step."""
+    """Return the key of one pass. draw_key: 32 bytes of attempt and step."""
     return derive_key(draw_key, PURPOSE, *label)
 
 
@@ -148,10 +136,10 @@ def pass_key(draw_key: bytes, *label: str | int) -> bytes:
 
 @dataclass(frozen=True)
 class Draws:
-    """Random calls of a model and its loss in a pass.
+    """The random calls of a model and its loss in a pass.
 
-    any: whether anything. shared: names of calls whose numbers rows share. inside: names of layers
-    without a rule that draw.
+    any: whether there are any. shared: names of calls whose numbers rows share. inside: names of
+    layers without a rule that draw.
     """
 
     any: bool = False
@@ -159,12 +147,12 @@ class Draws:
     inside: frozenset[str] = frozenset()
 
 
-# Rows are not independent in them, although as many numbers are drawn as there are rows.
+# Calls in which rows are not independent, although they draw one number per row.
 _NEVER_BY_ROW = ("randperm",)
 
 
 class _Watch(TorchDispatchMode):
-    """Note random calls that move torch's generators: name, shapes of what they draw, and where."""
+    """Record random calls that move torch's generators: name, shapes of results, and layer."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -184,13 +172,13 @@ class _Watch(TorchDispatchMode):
             )
             name = func.overloadpacket.__name__.rstrip("_")
             if name == "multinomial" and args[0].dim() == 1:
-                name = "randperm"  # draws without replacement, of one row for all
+                name = "randperm"  # without replacement, one row for all
             self.calls.append((name, shapes, self.inside[-1] if self.inside else ""))
         return found
 
 
 def same_states(one: States, other: States) -> bool:
-    """Return whether nothing was drawn between two looks at the generators."""
+    """Return whether two states are equal, so that nothing was drawn in between."""
     same = torch.equal(one[0], other[0])
     return same and (one[1] is None or other[1] is None or torch.equal(one[1], other[1]))
 
@@ -199,12 +187,12 @@ def find_draws(run: Callable[[int, list[str]], Any], device: torch.device) -> Dr
     """Find what passes of two and of three rows draw.
 
     Args:
-        run: runs a pass of so many rows; it puts the names of the layers without a rule that it is
-            in into the list.
-        device: where the model lies.
+        run: runs a pass of this many rows, and keeps the names of the layers without a rule that it
+            is in on the list.
+        device: device of the model.
 
     Raises:
-        UserError: numbers come from another generator than torch's global ones.
+        UserError: numbers come from a different generator than torch's global ones.
     """
     calls = []
     with torch.no_grad():
@@ -213,8 +201,8 @@ def find_draws(run: Callable[[int, list[str]], Any], device: torch.device) -> Dr
         for name, state in _other_generators().items():
             if state != others[name]:
                 raise UserError(
-                    f"model: must draw its random numbers with torch, got {name}'s, which "
-                    "cannot be keyed by record: draw them with torch, for each record"
+                    "model: must draw its random numbers with torch, for each record, got "
+                    f"{name}'s generator, which cannot be keyed by record"
                 )
         if same_states(before, random_states(device)):
             return Draws()
@@ -233,13 +221,13 @@ def find_draws(run: Callable[[int, list[str]], Any], device: torch.device) -> Dr
         for (name, first, _), (_, second, _) in zip(*alone, strict=True)
         if name in _NEVER_BY_ROW or not all(map(_scales, first, second))
     ]
-    if not (two or three):  # drawn where no call was seen
+    if not (two or three):  # the generators moved without a visible call
         shared = ["an unknown call"]
     return Draws(True, tuple(dict.fromkeys(shared)), inside)
 
 
 def _scales(two: tuple[int, ...], three: tuple[int, ...]) -> bool:
-    """Return whether one dimension, and one alone, grows with the rows."""
+    """Return whether exactly one dimension grows with the rows."""
     if len(two) != len(three):
         return False
     grows = [(a, b) for a, b in zip(two, three, strict=True) if a != b]
@@ -254,11 +242,14 @@ def _other_generators() -> dict[str, Any]:
 # --- draws that move with their rows ----------------------------------------------------------
 
 
+_TRIES = 4  # seeds of `mixes_draws`
+
+
 class DrawsOfRows:
-    """Record the random numbers of each row, and give them again where rows have moved."""
+    """Record the random numbers of each row, and reuse them after rows have moved."""
 
     def __init__(self, run: Callable[[list[int]], Any]) -> None:
-        """Find along which dimensions calls draw for the rows. run: runs a pass of examples."""
+        """Find the dimension of the rows in each random call. run: runs a pass of examples."""
         shapes, self.has_unknown = [], False
         for rows in ([0, 1], [0, 1, 0]):
             seen = _Recorder()
@@ -267,15 +258,17 @@ class DrawsOfRows:
             self.has_unknown |= seen.has_unknown
             shapes.append([tuple(each.shape) for each in seen.drawn])
         self._dims = [
-            next((place for place, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]),
-                 None)
+            next(
+                (place for place, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]),
+                None,
+            )
             for a, b in zip(*shapes, strict=True)
-        ]  # fmt: skip
+        ]
         self._run = run
-        self._known: dict[int, list[Tensor]] = {}  # by example, what its row drew
+        self._known: dict[int, list[Tensor]] = {}  # numbers of its row, by example
 
     def __call__(self, rows: list[int]) -> Any:
-        """Run a pass in which each example draws what it drew before."""
+        """Run a pass in which each example has the numbers of its first pass."""
         if not self._known.keys() >= set(rows):
             recorder = _Recorder()
             with recorder:
@@ -296,23 +289,23 @@ class DrawsOfRows:
             return self._run(rows)
 
     def draw_as(self, example: int, other: DrawsOfRows) -> None:
-        """Let an example draw from here on what it drew in another pass."""
+        """Give an example the numbers that it has in `other`."""
         self._known[example] = other._known[example]
 
 
-def mixes_draws(run: Callable[[int, list[int]], Tensor], tries: int = 4) -> bool:
-    """Return whether a row's result follows from what another row draws.
+def mixes_draws(run: Callable[[int, list[int]], Tensor]) -> bool:
+    """Return whether a row's result depends on the random numbers of other rows.
 
-    As in a block drop that scales by the mean over the batch: each row draws numbers of its own,
-    and one record more changes what the others make of theirs.
+    An example is a block drop that scales by the mean over the batch: each row has its own numbers,
+    and one more record changes the results of the others.
 
-    run: runs a pass of examples 0 and 1 under the draws of this number; returns a result for each
-    row. Calls whose numbers cannot be told from their result are not judged.
+    run: runs a pass of examples 0 and 1 with the random numbers of a given seed, and returns a
+    result for each row. Calls whose result does not show their numbers are not checked.
     """
-    for number in range(0, 2 * tries, 2):
+    for number in range(0, 2 * _TRIES, 2):
         try:
             own, other = (DrawsOfRows(functools.partial(run, it)) for it in (number, number + 1))
-        except RuntimeError:  # RReLU, which the screening refuses with its name
+        except RuntimeError:  # RReLU, for which the screening raises an error
             return False
         if own.has_unknown:
             return False
@@ -330,15 +323,15 @@ def _part(drawn: Tensor, dim: int, place: int, rows: int) -> Tensor:
 
 
 class _Recorder(TorchDispatchMode):
-    """Keep what random calls draw, or give them what is to be drawn.
+    """Record the numbers of random calls, or replace them by given ones.
 
-    Raises RuntimeError in a call whose numbers cannot be told from its result.
+    Raises RuntimeError in a call whose result does not show its numbers.
     """
 
     def __init__(self, given: list[Tensor] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.drawn, self._given = list[Tensor](), None if given is None else iter(given)
-        self.has_unknown = False  # fused attention drew, whose numbers its result does not tell
+        self.has_unknown = False  # whether fused attention drew, whose result hides the numbers
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None

@@ -1,11 +1,11 @@
 """Choose the records of a step by keyed Poisson sampling, and the blocks in which they run.
 
-Record i joins the step iff the generator gives it u_i < q, whichever worker holds it. The batch is
-then the same for any number of workers and exactly Poisson: the records join independently, each
-with probability q. A worker whose share is empty still takes part in the step.
+Record i joins the step iff its keyed uniform u_i < q, on any worker. The batch is then the same for
+any number of workers and exactly Poisson: the records join independently, each with probability q.
+A worker without sampled records still takes part in the step.
 
-Which records run together is a function of each record's id and the step's key, never of a
-record's place among the sampled ones: one record more or less changes one block and no other.
+The block of a record is a function of its id and the step's key, never of its place among the
+sampled records: one record more or less changes only one block.
 `dpdist.gradients.passes` cuts a block into passes of the model.
 """
 
@@ -24,7 +24,7 @@ from dpdist.randomness.keys import derive_key, stream_words
 
 
 def worker_range(records: int, rank: int, world_size: int) -> tuple[int, int]:
-    """The contiguous range [start, stop) of record positions that worker `rank` holds."""
+    """Return the contiguous range [start, stop) of record positions of worker `rank`."""
     return records * rank // world_size, records * (rank + 1) // world_size
 
 
@@ -39,16 +39,16 @@ def poisson_sample(
     class_rates: Sequence[float] | None = None,
     classes_of: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> np.ndarray:
-    """Positions in [start, stop) that join the step: sorted int64.
+    """Return the positions in [start, stop) that join the step: sorted int64.
 
     Every record of 0..records-1 joins with probability floor(sample_rate * 2**64) / 2**64,
     independently. With `batch_cap`, a batch larger than the cap is cut to a uniformly random
     subset of that size (truncated Poisson sampling); this needs `records`, because the cut depends
     on the whole batch.
 
-    With `class_rates`, a record of class c joins with probability class_rates[c], of which
-    `sample_rate` is the largest: of those that would join at the largest rate, the ones whose word
-    is below their own class's. classes_of: positions (n,) to their classes (n,).
+    With `class_rates`, whose maximum is `sample_rate`, a record of class c joins with probability
+    class_rates[c]: of the records that join at the largest rate, those join whose word is below the
+    threshold of their class. classes_of: from positions (n,) to their classes (n,).
     """
     if not 0 < sample_rate <= 1:
         raise ValueError(f"sample_rate must be in (0, 1], got {sample_rate}")
@@ -85,19 +85,18 @@ def _joins(draws: np.ndarray, sample_rate: float) -> np.ndarray:
 # --- blocks of records ------------------------------------------------------------------------
 
 
-# most records of a block; `dpdist.gradients.clipping.sum_slack` rests on it
-MAX_BLOCK_RECORDS = 1024
-# Room above the expected number, in standard deviations: two per cent of the blocks are cut in two.
+MAX_BLOCK_RECORDS = 1024  # `dpdist.gradients.clipping.sum_slack` rests on it
+# Room above the expected number, in standard deviations: two percent of the blocks are halved.
 _CAPACITY_MARGIN = 2.0
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """count: into how many blocks a batch is hashed. capacity: most records of one block; a block
-    that has more is halved by the next bit of the hash, until none has.
+    """A partition of a batch into blocks by keyed hashes.
 
-    One record more or less changes the rows of at most capacity + 1 records: those of the block
-    that holds it, or of the two halves of a block that it made overfull.
+    count: number of blocks. capacity: largest number of records of a block; a larger block is
+    halved by the next bit of the hash, repeatedly. One record more or less changes the rows of at
+    most capacity + 1 records: those of its block, or of the two halves of a block that it exceeds.
     """
 
     count: int
@@ -109,8 +108,8 @@ class Blocks:
 
     @classmethod
     def for_batches(cls, records: int, sample_rate: float, batch_cap: int | None = None) -> Blocks:
-        """Blocks for Poisson batches out of `records`: as few as `MAX_BLOCK_RECORDS` allows, none
-        of them much larger than they will mostly be."""
+        """Return the fewest blocks for Poisson batches out of `records`, with capacities a little
+        above the usual number of records."""
         expected = max(1.0, records * sample_rate)
         if batch_cap is not None:
             expected = min(expected, float(batch_cap))
@@ -121,11 +120,11 @@ class Blocks:
         return cls(count, min(capacity, batch_cap) if batch_cap is not None else capacity)
 
     def labeled(self, key: bytes, ids: np.ndarray) -> list[tuple[str, np.ndarray]]:
-        """Return positions in `ids` (int64, distinct, >= 0), block by block; no block is empty.
+        """Return names of blocks and positions in `ids` (int64, distinct, >= 0); no block is empty.
 
-        Each is behind its name: the hashes that it is for. A block of one name has the same
-        records, but for one, where one record more joins. Within a block the order is the hash's,
-        so it does not depend on the order of `ids` either.
+        The name is the range of hashes. If one more record joins, blocks of the same name differ in
+        at most that record. Within a block the order is that of the hashes, so it does not depend
+        on the order of `ids`.
         """
         hashes = keyed_hash(derive_key(key, "blocks"), ids)
         order = np.argsort(hashes, kind="stable")
@@ -150,7 +149,7 @@ class Blocks:
 
 
 def usual_members(capacity: int) -> float:
-    """Return about how many records a block of this capacity is made for (`_capacity`)."""
+    """Return the expected number of records for which `_capacity` returns this capacity."""
     return max(1.0, capacity - _CAPACITY_MARGIN * math.sqrt(capacity))
 
 
@@ -167,10 +166,9 @@ def _place(ordered: np.ndarray, edge: int) -> int:
 
 
 def keyed_hash(key: bytes, ids: np.ndarray) -> np.ndarray:
-    """64-bit hashes, different for different ids: two rounds of SplitMix64's finalizer, keyed.
+    """Return 64-bit hashes, distinct for distinct ids: two keyed rounds of SplitMix64's finalizer.
 
-    They spread records, over blocks or attacks, and hide nothing: any function of id and key would
-    do.
+    They distribute records, over blocks or attacks, and need not be secure.
     """
     hashes = ids.astype(np.uint64)
     for word in stream_words(key, 0, 2):

@@ -1,4 +1,4 @@
-"""Refuse layer types that void the guarantee, and invent examples of the records' shapes."""
+"""Raise errors for layer types that void the guarantee, and invent examples of given shapes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch.nn.utils.weight_norm import WeightNorm
 from dpdist.core.errors import UserError
 from dpdist.gradients.hooks import Inputs, each_tensor, find_layers
 
-NUM_EXAMPLES = 33  # that are screened
+NUM_EXAMPLES = 33  # of the screening
 
 
 def normalizes_over_batch(module: nn.Module) -> bool:
-    """Return whether it is a BatchNorm that does not use stored statistics, as one in evaluation
-    mode does."""
+    """Return whether a module is a BatchNorm that does not use stored statistics, as it does in
+    evaluation mode."""
     if not isinstance(module, _NormBase) or isinstance(module, _InstanceNorm):
         return False
     return module.training or module.running_mean is None
@@ -33,20 +33,20 @@ def refuse_mixing_layers(model: nn.Module) -> None:
 
 
 def find_mixing_layers(model: nn.Module) -> Iterator[UserError]:
-    """Yield the refusal of each layer whose type is known to mix examples."""
+    """Yield an error for each layer whose type is known to mix examples."""
     for name, module in model.named_modules():
         where = f"layer {name or '(the model itself)'} ({type(module).__name__})"
         if normalizes_over_batch(module):
             yield UserError(
                 f"{where} normalizes over the batch, so one record would change every record's "
-                "gradient: take model = dpdist.prepare(model), which makes it a GroupNorm, or if "
-                "its statistics are of public data, dpdist.prepare(model, batch_norm='eval'), "
+                "gradient: use model = dpdist.prepare(model), which replaces it by a GroupNorm, or "
+                "if its statistics are of public data, dpdist.prepare(model, batch_norm='eval'), "
                 "which stays fixed also after model.train()",
                 see="explanation/gradients.md#what-is-refused",
             )
         if isinstance(module, _InstanceNorm) and module.track_running_stats:
             yield UserError(
-                f"{where} keeps running statistics of private data: take model = "
+                f"{where} keeps running statistics of private data: use model = "
                 "dpdist.prepare(model), or set track_running_stats=False",
                 see="explanation/gradients.md#what-is-refused",
             )
@@ -59,9 +59,9 @@ def find_mixing_layers(model: nn.Module) -> Iterator[UserError]:
             )
         if isinstance(module, nn.RReLU) and module.training:
             yield UserError(
-                f"{where} draws for negative numbers only, so one record would shift the draws of "
-                "the others: take model = dpdist.prepare(model), which makes it a LeakyReLU of its "
-                "mean slope"
+                f"{where} draws for negative numbers only, so one record would shift the random "
+                "numbers of others: use model = dpdist.prepare(model), which replaces it by a "
+                "LeakyReLU of its mean slope"
             )
         if any(
             isinstance(hook, WeightNorm | SpectralNorm)
@@ -69,15 +69,14 @@ def find_mixing_layers(model: nn.Module) -> Iterator[UserError]:
         ):
             yield UserError(
                 f"{where} has a weight norm or spectral norm by a hook of torch.nn.utils, which "
-                "changes its weight in the forward pass: take model = dpdist.prepare(model), which "
-                "makes it one of torch.nn.utils.parametrizations"
+                "changes its weight in the forward pass: use model = dpdist.prepare(model), which "
+                "replaces it by one of torch.nn.utils.parametrizations"
             )
         yield from _coupled_experts(where, getattr(module, "config", None))
 
 
 def _coupled_experts(where: str, config: object) -> Iterator[UserError]:
-    """Yield refusals of a mixture of experts, as `transformers` configures it, that couples the
-    records of a batch."""
+    """Yield errors for a mixture of experts of `transformers` that couples a batch's records."""
     if getattr(config, "output_router_logits", False):
         yield UserError(
             f"{where}: config.output_router_logits must be False, got True: it adds the router's "
@@ -96,14 +95,14 @@ def _coupled_experts(where: str, config: object) -> Iterator[UserError]:
 def make_synthetic_examples(
     model: nn.Module, inputs: Inputs, targets: Tensor, count: int = NUM_EXAMPLES
 ) -> tuple[Inputs, Tensor]:
-    """Invent examples of the shapes and types of these, whose values are never looked at.
+    """Return invented examples of the shapes and types of these, whose values are never read.
 
     Args:
-        inputs: (B, ...), B >= 0, or several such tensors. Numbers are invented in [0, 1), for a
-            quarter of the examples far away; tokens below the model's vocabulary (its attribute of
-            that name, or its smallest embedding).
-        targets: (B, ...). Whole numbers are invented below the number of classes, which is the last
-            dimension of the model's outputs (dimension 1 where targets have all others).
+        inputs: (B, ...), B >= 0, or several such tensors. Invented numbers are in [0, 1), for a
+            quarter of the examples in [3, 13); tokens are below the model's vocabulary (its
+            attribute of that name, or its smallest embedding).
+        targets: (B, ...). Invented whole numbers are below the number of classes, which is the last
+            dimension of the model's outputs (dimension 1 if targets have all others).
 
     Returns:
         Inputs (count, ...) and targets (count, ...), the same ones each time.
@@ -115,7 +114,7 @@ def make_synthetic_examples(
     def invent(like: Tensor) -> Tensor:
         shape = (count, *like.shape[1:])
         if not like.is_floating_point() or (tokens is not None and not several):
-            # Of several whole numbers some are no tokens: only 0 and 1 fit all of them.
+            # Of several whole numbers some may not be tokens: only 0 and 1 fit all of them.
             most = 2 if several else tokens or 2
             return torch.randint(most, shape, generator=generator).to(like)
         found = torch.rand(shape, generator=generator)
@@ -133,11 +132,12 @@ def make_synthetic_examples(
 
 
 def _vocabulary(model: nn.Module) -> int | None:
-    """How many tokens it knows; None where its inputs are no tokens."""
+    """Return the size of a model's vocabulary; None if its inputs are not tokens."""
     known = [
-        found for module in model.modules()
+        found
+        for module in model.modules()
         if isinstance(found := getattr(module, "vocabulary", None), int)
-    ]  # fmt: skip
+    ]
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     return min(known or tables, default=None)
 
@@ -146,7 +146,7 @@ def _classes(model: nn.Module, inputs: Tensor, targets: Tensor) -> int:
     try:
         with torch.no_grad():
             outputs = model(inputs)
-    except Exception:  # a model that a loss of the user's calls in a way of its own
+    except Exception:  # for example a model that only its custom loss can call
         return 2
     shape = outputs.shape if isinstance(outputs, Tensor) and outputs.dim() > 1 else (0, 2)
     last = targets.shape[1:] in (shape[1:-1], ())
@@ -154,7 +154,7 @@ def _classes(model: nn.Module, inputs: Tensor, targets: Tensor) -> int:
 
 
 def refuse_failing_model(model: nn.Module, error: Exception) -> NoReturn:
-    """Raise UserError for a model that public or invented examples do not run through."""
+    """Raise UserError for a model that fails on public or invented examples."""
     said = " ".join(" ".join([str(error)[:300], *getattr(error, "__notes__", ())]).split())
     raise UserError(
         f"the model cannot be run or differentiated: {type(error).__name__}: {said}"
@@ -163,12 +163,12 @@ def refuse_failing_model(model: nn.Module, error: Exception) -> NoReturn:
 
 
 def _cure(model: nn.Module, error: Exception) -> str:
-    """Return how to mend what torch says without its cause; "" where that is not known."""
+    """Return how to fix an error whose message lacks its cause; "" if unknown."""
     if isinstance(error, IndexError):
         return (
-            "; it ran on invented examples: their numbers lie in [0, 1), a quarter of them in "
+            "; it ran on invented examples: their numbers are in [0, 1), for a quarter of them in "
             "[3, 13), and whole numbers are 0 or 1. Declare public ranges, as in "
-            "dpdist.as_records(data, ranges={'inputs': (0, 2)}), or clamp what indexes a table"
+            "dpdist.as_records(data, ranges={'inputs': (0, 2)}), or clamp indices"
         )
     if "nested" in str(error).lower() and any(
         getattr(module, "enable_nested_tensor", False) for module in model.modules()
@@ -178,24 +178,24 @@ def _cure(model: nn.Module, error: Exception) -> str:
 
 
 def describe_layout(model: nn.Module) -> str:
-    """Return the first layer that takes positions before records, with the way to turn them."""
+    """Return the first layer with positions before records, and how to exchange them."""
     for name, module in model.named_modules():
         if getattr(module, "batch_first", True) is False:
             return (
                 f"; {name or 'the top'} ({type(module).__name__}) takes positions before records: "
-                "where its inputs are (B, T, ...), set batch_first=True"
+                "if its inputs are (B, T, ...), set batch_first=True"
             )
     return ""
 
 
 def refuse_recurrent_layers(model: nn.Module) -> None:
-    """Raise UserError for trained recurrent layers that are not replayed, whose states torch.func
-    cannot cut into examples."""
+    """Raise UserError for trained recurrent layers that cannot be replayed; torch.func cannot split
+    their states into examples."""
     for layer in find_layers(model):
         module, kind = layer.module, type(layer.module)
         own = kind.forward not in (nn.RNN.forward, nn.LSTM.forward, nn.GRU.forward)
         if isinstance(module, nn.RNNBase) and layer.fallback and not own:
-            # cuDNN's dropout draws from a state of its own, which cannot be replayed.
+            # cuDNN's dropout has its own state, which cannot be replayed.
             inside = "proj_size" if module.proj_size else "dropout"
             then = "Linear" if module.proj_size else "Dropout"
             raise UserError(

@@ -1,14 +1,12 @@
-"""The base classes of methods: what a published system says of itself, and how it trains.
+"""The base classes of methods: options and cost of a published system, and its training.
 
-Three classes, each read on a page:
-
-* `Method`, light: the options of the recipe's `method` section, rules across sections, cost, the
-  paper's claim, and words for plans and reports;
-* `Capabilities`, light: the facts that the rest of dpdist decides by, in one frozen value;
+* `Method`: the options of the recipe's `method` section, rules across sections, cost, the paper's
+  claim, and descriptions for plans and reports;
+* `Capabilities`: the facts by which the rest of dpdist decides;
 * `Execution`: the hooks of a training, four of which are those of a step. Its defaults are DP-SGD.
 
-No other code asks which method a recipe has. A recipe is read without torch: an execution that
-needs it at module level is a file of its own, which imports the options and is loaded by name
+No other code depends on a recipe's method. A recipe is read without torch: an execution that needs
+torch at module level is in a separate file, which imports the options and is loaded by name
 (`load_execution`).
 """
 
@@ -54,39 +52,38 @@ if TYPE_CHECKING:
 DrawCount = Annotated[int, RejectBool, Field(ge=1, le=10_000)]
 
 
-# --- what a method says of itself -------------------------------------------------------------
+# --- options, facts and cost ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """The facts about a method with its options that the rest of dpdist decides by.
+    """The facts about a method with its options by which the rest of dpdist decides.
 
-    The defaults refuse what needs care: a method that says nothing is trained record by record on
-    numbers, with a cross-entropy.
+    The defaults are the safe choice: training record by record on numbers, with a cross-entropy.
 
     Args:
-        takes_gradient_steps: the plan's steps are sums of clipped gradients, as audits take them
-            apart.
-        steps_are_post_processing: what is private is released with noise before the steps
+        takes_gradient_steps: whether the plan's steps are sums of clipped gradients, which audits
+            can inspect.
+        steps_are_post_processing: whether private data are released with noise before the steps
             (`Execution.transform_records`), which then have no noise of their own.
-        needs_batched_passes: the method itself needs a pass of several records.
-        has_prediction_noise: the trained model has noise of its own, in training and at every
+        needs_batched_passes: whether the method needs a pass of several records.
+        has_prediction_noise: whether the trained model has its own noise, in training and at every
             prediction.
-        supports_frozen_denoiser: a frozen denoiser may stand before the trained network: nothing
-            passes it by, or belongs behind the network's own first layer.
-        supports_tokens: a record may be tokens (data.text): nothing can be added to these.
-        plain_steps: every pass of the steps is the engine's, over records of their own targets, and
-            the steps are what `Method.cost` was given. So an example may be a user (privacy.unit:
-            user), records may be sampled at rates of their classes (data.class_sampling),
-            training.loss may be another than cross-entropy, and the model may draw (dropout).
-        not_releasable_reason: why no model may ever leave; None where the trained model is
-            released. Such models are only asked (`Execution.answer`), as often as the plan pays
-            for.
-        trained_elsewhere: why no training of the run can be executed, audited or priced; None
-            where dpdist trains.
-        picture_preparation: how pictures were brought to the input, in words; "" where none were.
-        max_evaluation_queries: number of test inputs to ask about, where asking is paid; None:
-            all.
+        supports_frozen_denoiser: whether a frozen denoiser may come before the trained network: all
+            inputs pass it, and no noise belongs after the network's own first layer.
+        supports_tokens: whether a record may be tokens (data.text), to which noise cannot be added.
+        plain_steps: whether every pass of the steps is the engine's, over records with their own
+            targets, and the steps are those given to `Method.cost`. An example may then be a user
+            (privacy.unit: user), records may be sampled at rates of their classes
+            (data.class_sampling), training.loss need not be cross-entropy, and the model may use
+            random numbers (dropout).
+        not_releasable_reason: reason why no model may be released; None for a releasable model.
+            Other models only answer (`Execution.answer`), as often as the plan counts.
+        trained_elsewhere: reason why no training of the run can be executed, audited or accounted;
+            None if dpdist trains.
+        picture_preparation: conversion of pictures to inputs, as text; "" without pictures.
+        max_evaluation_queries: number of test inputs for the evaluation if answers are counted;
+            None for all.
     """
 
     takes_gradient_steps: bool = True
@@ -108,7 +105,7 @@ class PublicRecords:
 
     Args:
         recipe_key: the key of the recipe that names it, for errors.
-        dataset_name: the data set, with so many `classes`.
+        dataset_name: the data set, which has `classes` classes.
         root: its folder; None: where the recipe's own data lie.
         used_for_training: a model is trained on them, so that no test record may be among them.
     """
@@ -120,10 +117,10 @@ class PublicRecords:
     used_for_training: bool = False
 
     def check(self, public_dataset: Any, private_dataset: Any, context: str) -> None:
-        """Raise UserError for records that do not fit the method beside the private ones."""
+        """Raise UserError for records that do not fit the method or the private records."""
 
     def assumptions(self, recipe: BaseRecipe) -> list[str]:
-        """Return the unchecked assumption: no private record is among them in another shape."""
+        """Return the unchecked assumption: no private record is among them in a different form."""
         compared = recipe.privacy.noise_multiplier != 0  # else nothing was promised
         if not compared or (recipe.data.public and self.dataset_name == recipe.data.name):
             return []
@@ -154,23 +151,23 @@ class Method(Section):
     @property
     @final
     def title(self) -> str:
-        """Return the name for readers; of a class from elsewhere, its location."""
+        """Return the name for readers; for a class of your own, its location."""
         return self.display_name if self.display_name and ":" not in self.name else self.name
 
     # --- facts and rules
 
     @property
     def capabilities(self) -> Capabilities:
-        """Return the facts that others decide by, with these options."""
+        """Return the facts about the method with these options."""
         return Capabilities()
 
     @property
     def public_records(self) -> PublicRecords | None:
-        """Return the public records that it reads; they are held against the private ones."""
+        """Return the public records that it reads, which are compared with the private ones."""
         return None
 
     def check(self, recipe: BaseRecipe) -> None:
-        """Raise ValueError for a recipe in which the method would not be what it says."""
+        """Raise ValueError for a recipe that does not fit the method."""
         for key, why in self.excluded.items():
             value, usual = value_and_default(recipe, key)
             if value != usual:
@@ -195,16 +192,15 @@ class Method(Section):
     def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
         """Return the phases of a training whose steps, by the recipe, are `steps`.
 
-        The only statement of it: plans, searches, previews and budgets take it from here, and the
-        noise multiplier that meets a target epsilon is found by it. Other reading of private
-        records comes before the steps: (GaussianReleases(5.0), steps).
+        Plans, searches, previews, budgets and the calibration of noise use only this. Other reading
+        of private records comes before the steps: (GaussianReleases(5.0), steps).
         """
         return (steps,)
 
     # --- words for plans and reports
 
     def describe(self, plan: PrivacyPlan) -> str:
-        """Return the executed training in words, for a report."""
+        """Return a description of the executed training for a report."""
         step = plan.step(0)
         clip = "no clip" if math.isinf(step.clip_norm) else f"clip {step.clip_norm:g}"
         return (
@@ -215,20 +211,19 @@ class Method(Section):
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:
         """Return the paper's privacy claim for a run with this plan, or None.
 
-        It stands beside the proved guarantee. None when the paper claims nothing of its
-        own.
+        It is shown next to the proved guarantee. None if the paper has no claim of its own.
         """
         return None
 
     def assumptions(self, recipe: BaseRecipe) -> list[str]:
-        """Return the assumptions of the guarantee that nobody can check."""
+        """Return the assumptions of the guarantee that cannot be checked."""
         return []
 
     def reported_values(self, private_folder: Path) -> list[tuple[str, str]]:
         """Return name and value of results of `Execution.measure` for summary, report and card.
 
-        `measure` left them in the run's private folder. They are published, so that they may
-        depend on public data and released parameters alone.
+        `measure` stored them in the run's private folder. They are published, so they may depend
+        only on public data and released parameters.
         """
         return []
 
@@ -248,7 +243,7 @@ def load_execution(location: str, method: Method) -> Execution[Any]:
 
     Args:
         location: package.module:Class of a subclass of `Execution`. It is named and not imported,
-            so that the options know nothing of the file that executes them.
+            so that the options do not depend on the file that executes them.
         method: the options.
     """
     module, _, name = location.partition(":")
@@ -268,8 +263,8 @@ class Execution(Generic[M]):
 
     Most methods override one to four: `prepare_state` before the first step, `perturbation` in a
     step, `project_parameters` after it, `finalize` after the last. `train`, `own_steps`, `measure`
-    and `answer` are for methods that do more than take plain gradient steps. Scales come from
-    public hyper-parameters only, and every reading of private records is in `Method.cost`.
+    and `answer` are for methods beyond plain gradient steps. Scales come from public
+    hyperparameters only, and every reading of private records is in `Method.cost`.
 
     Args:
         method: the options.
@@ -277,7 +272,7 @@ class Execution(Generic[M]):
 
     method: M
 
-    # --- what is learned, and by which sums
+    # --- the task and its sums
 
     def task(self) -> TrainingObjective:
         """Return the learning task; by default, to classify."""
@@ -303,21 +298,23 @@ class Execution(Generic[M]):
 
         task = self.task()
         return GradientEngine(
-            task.trained_module(model), task.loss_function, clipping=clipping,
+            task.trained_module(model),
+            task.loss_function,
+            clipping=clipping,
             micro_batch=micro_batch,
             vmap=vmap,
-        )  # fmt: skip
+        )
 
     # --- the four of a step, and a placeholder of the first
 
     def prepare_state(self, setup: MethodSetup) -> dict[str, Tensor]:
-        """Return the tensors that worker 0 makes once and the private folder keeps."""
+        """Return the tensors that worker 0 computes once and the private folder keeps."""
         return {}
 
     def placeholder_state(
         self, model: nn.Module, input_shape: tuple[int, ...]
     ) -> dict[str, Tensor]:
-        """Return a placeholder for `prepare_state` where only its shapes matter; read no record."""
+        """Return tensors with the shapes of `prepare_state`, without reading a record."""
         return {}
 
     def perturbation(
@@ -337,44 +334,44 @@ class Execution(Generic[M]):
         return lambda: None
 
     def finalize(self, spec: ModelSpec, state: MethodState) -> ModelSpec:
-        """Give the trained model, `state.model`, what it carries at prediction; return its spec."""
+        """Attach the noise of predictions to the trained model, `state.model`; return its spec."""
         return spec
 
     # --- trainings of another kind
 
     def transform_records(self, records: Any, plan: PrivacyPlan, key: bytes) -> Any:
-        """Return the records that the steps are taken on: their len, batch and targets.
+        """Return the records for the steps, with len, batch and targets.
 
-        key: secret, and the same in all steps and attempts of a run.
+        key: secret, the same in all steps and attempts of a run.
         """
         return records
 
     def train(self, run: TrainingDriver) -> None:
-        """Train, on the driver: work of one's own in bulk comes before the workers."""
+        """Train, on the driver; other bulk work comes before the workers."""
         run.run_workers()
 
     def own_steps(self, given: WorkerInputs) -> OwnSteps | None:
-        """Return the steps, on each worker, of a method that releases sums of its own.
+        """Return the steps of a method that releases its own sums, on each worker.
 
-        By default None: the steps are those of clipped gradients.
+        None, the default, for steps of clipped gradients.
         """
         return None
 
     def measure(self, given: WorkerInputs, stage: str) -> None:
-        """Measure the model on public data, on each worker, and keep what is found in private/.
+        """Measure the model on public data, on each worker, and store the results in private/.
 
-        stage: "before" the first step, or "after" the last one, as the model is published.
+        stage: "before" the first step, or "after" the last one, on the published model.
         """
 
     def answer(self, scores: np.ndarray, plan: PrivacyPlan, key: bytes) -> np.ndarray:
-        """Return one answer of withheld models that the plan pays for, float64 (classes,).
+        """Return one answer of withheld models that the plan counts, float64 (classes,).
 
-        scores: what each teacher says of the input (teachers, classes). key: of this answer alone.
+        scores: scores of the input by each teacher (teachers, classes). key: of this answer only.
         """
         raise NotImplementedError(f"the model of method {self.method.name} is released, not asked")
 
 
-# --- what hooks are given ---------------------------------------------------------------------
+# --- inputs of hooks --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -384,11 +381,11 @@ class MethodSetup:
     Args:
         recipe: the whole recipe.
         spec: the description of the model.
-        build_initial_model: makes the model as it is before the first step.
-        private_records: the private ones; everything made of them is paid for by `Method.cost`.
-        public_records: those that the method named.
-        key: a fresh secret (the run key where the recipe fixes it): of two attempts, no noise is
-            used twice.
+        build_initial_model: returns the model before the first step.
+        private_records: the private records; `Method.cost` counts everything computed from them.
+        public_records: the public records of the method.
+        key: a fresh secret (the run key if the recipe fixes it): two attempts never use the same
+            noise.
     """
 
     recipe: BaseRecipe
@@ -401,12 +398,12 @@ class MethodSetup:
 
 @dataclass(frozen=True)
 class MethodState:
-    """The state that was made once, for one worker.
+    """The state that was computed once, for one worker.
 
     Args:
         model: the worker's copy of the model.
-        tensors: those of `Execution.prepare_state`, by name.
-        key: the same in all steps of a run, for noise that is drawn once.
+        tensors: tensors of `Execution.prepare_state`, by name.
+        key: key for noise that is drawn once, the same in all steps of a run.
     """
 
     model: nn.Module
@@ -425,7 +422,7 @@ class Ensemble(Protocol):
 
 
 class TrainingDriver(Protocol):
-    """A training in the hands of the driver, or of a search's trial."""
+    """A training on the driver, or in a trial of a search."""
 
     @property
     def job(self) -> Any:
@@ -434,53 +431,53 @@ class TrainingDriver(Protocol):
     def run_workers(self, records: Any = None) -> None:
         """Start the training workers, each of which calls `Execution.learn`, and wait for them.
 
-        records: the records that `Execution.transform_records` gets in place of the private ones:
-        made of public data and of what was paid for.
+        records: records for `Execution.transform_records` instead of the private ones, computed
+        from public data and counted releases.
         """
 
     def train_teachers(self, count: int, sections: Mapping[str, Section] | None = None) -> Ensemble:
         """Train models on disjoint shards of the records, in bulk; one record is in one of them.
 
-        sections: those in place of the recipe's own, by name ("model", "training").
+        sections: replacements of the recipe's sections, by name ("model", "training").
         """
 
     def release_once(
         self, private_source: bytes, draw: Callable[[bytes], Sequence[float]]
     ) -> list[float]:
-        """Return draw(key), noisy numbers that the plan pays for.
+        """Return draw(key), noisy numbers that the plan counts.
 
-        They are on record before they are drawn, and the same ones whenever this is asked again.
+        They are recorded before they are drawn, and later calls return the same numbers.
 
         Args:
-            private_source: PRIVATE, all that they are drawn from.
-            draw: makes them from a secret key.
+            private_source: PRIVATE, all data that they depend on.
+            draw: computes them from a secret key.
 
-        Raises UserError when they were drawn from something else before.
+        Raises UserError if they were drawn from different data before.
         """
 
     def write_summary(self) -> None:
-        """Sum up a training that had no workers."""
+        """Write the summary of a training without workers."""
 
 
 @dataclass(frozen=True)
 class WorkerInputs:
-    """Hold what a method's own steps are made of, on one worker. No release can be made with it.
+    """The inputs of a method's own steps, on one worker. It cannot release anything.
 
     Args:
         recipe: the whole recipe.
         plan: the plan that is executed.
         model: the worker's copy of the model.
-        state: what was made once.
-        parameters: the trained ones, in the order of a sum's numbers.
-        records: the private ones, as `Execution.transform_records` returned them.
-        shards: the worker's part of them (`dpdist.training.collectives.Shards`).
-        canaries: of an audit (`dpdist.training.canaries.Canaries`); `inputs_for` and `labels_for`
-            say what stands at a position.
+        state: the state that was computed once.
+        parameters: the trained parameters, in the order of a sum's numbers.
+        records: the private records, as `Execution.transform_records` returned them.
+        shards: the worker's part of the records (`dpdist.training.collectives.Shards`).
+        canaries: canaries of an audit (`dpdist.training.canaries.Canaries`); `inputs_for` and
+            `labels_for` return the record at a position.
         rank: number of the worker.
-        draw_key: the key of a step's draws, from its number and further labels.
+        draw_key: returns the key of a step's draws, from its number and further labels.
         public_test: loads the public test records.
-        private_folder: the run's.
-        shared_cache: of trainings that differ in nothing but their keys.
+        private_folder: the run's private folder.
+        shared_cache: cache of trainings that differ only in their keys.
     """
 
     recipe: BaseRecipe
@@ -506,9 +503,9 @@ class WorkerInputs:
 
 
 class OwnSteps(Protocol):
-    """Steps that release sums of a method's own: two functions of a step's number.
+    """Steps that release a method's own sums: two functions of a step's number.
 
-    save_every: steps from one checkpoint to the next. slots: what a checkpoint keeps besides the
+    save_every: steps from one checkpoint to the next. slots: tensors of a checkpoint besides the
     parameters, by name; written in place.
     """
 
@@ -521,7 +518,7 @@ class OwnSteps(Protocol):
     def update(self, number: int, released: Tensor) -> Tensor | None:
         """Return the gradient (size,) that follows from a released sum, for the optimizer.
 
-        None: the parameters were set from it; those of worker 0 count.
+        None if the parameters were set from it; those of worker 0 count.
         """
 
 
@@ -532,22 +529,20 @@ _MIN_RECORD_LIMIT = 2**20  # records, where their number is declared
 
 
 def record_limit(recipe: BaseRecipe) -> int | None:
-    """Return the most records that a sum may be over; None where their number is public.
+    """Return the most records of a sum; None if their number is public.
 
-    There is a limit where privacy.nominal_records is given.
-
-    What rounding adds to a sum grows with the number of records, and room is left for it in the
-    clip. A declared number says nothing of how many there are, so the room is for many more.
+    There is a limit if privacy.nominal_records is given. The rounding of a sum grows with the
+    number of records, and the clip leaves room for it. The true number may differ from the declared
+    one, so the room is for many more.
     """
     nominal = recipe.privacy.nominal_records
     return None if nominal is None else max(_MIN_RECORD_LIMIT, 4 * nominal)
 
 
 def check_record_limit(recipe: BaseRecipe, records: int) -> int:
-    """Return the number of records that a sum over `records` leaves room for.
+    """Return the number of records for which a sum over `records` leaves room.
 
-    Raises UserError for more than `record_limit`: that there are no more is an assumption of the
-    guarantee.
+    Raises UserError above `record_limit`, which is an assumption of the guarantee.
     """
     most = record_limit(recipe)
     if most is not None and records > most:
@@ -560,7 +555,7 @@ def check_record_limit(recipe: BaseRecipe, records: int) -> int:
 
 
 def record_limit_assumptions(recipe: BaseRecipe) -> list[str]:
-    """Say what a declared number of records leaves to be assumed: how many there are at most."""
+    """Return the assumption of a declared number of records: the most that there are."""
     most = record_limit(recipe)
     return (
         [] if most is None else [f"there are at most {most:,} records, however many are declared"]

@@ -111,11 +111,8 @@ class InputNoiseExecution(Execution[InputNoiseMethod]):
 
     def task(self) -> TrainingObjective:
         """Return the task of classifying, with the term between copies where it has a weight."""
-        from dpdist.gradients.engine import (
-            TrainingObjective,
-            consistency_targets,
-            weighted_cross_entropy,
-        )
+        from dpdist.gradients.engine import TrainingObjective
+        from dpdist.gradients.objective import consistency_targets, weighted_cross_entropy
 
         if not self.method.consistency:
             return TrainingObjective()
@@ -143,7 +140,7 @@ class DPlis(Method):
         augmentations: Number of noisy copies of the parameters (the paper uses 10, and 20 on text).
         aggregate: mean averages the augmentations before the clip; sum adds them up, as the
             authors' released code does.
-        per_example: Draw anew for every record, as the paper writes it; false shares the
+        per_example: Draw for every record separately, as the paper writes it; false shares the
             augmentations over the batch, as the authors' code does.
         sigma: Standard deviation of input noise in each draw, as in method input-noise; not in the
             paper.

@@ -1,7 +1,7 @@
-"""A model that somebody else trained: certified and attacked here, without any epsilon.
+"""A model that was trained elsewhere: certified and attacked here, without an epsilon.
 
 `dpdist import` writes the recipe. The run has a plan of one phase, which says that nothing of the
-training is known, and an empty ledger, so that report, card, release and comparison state that
+training is known, and an empty ledger, so that report, card, release and comparison state this
 instead of a guarantee.
 """
 
@@ -20,7 +20,7 @@ from dpdist.privacy.plan import PrivacyPlan
 if TYPE_CHECKING:
     from dpdist.privacy.phases import Phase
 
-# What every recipe must have, and what an import has no use for.
+# Required sections of a recipe that an import does not use.
 UNUSED: dict[str, dict[str, Any]] = {
     "privacy": {"noise_multiplier": 0.0, "clipping": "none", "delta": 1e-5},
     "training": {"batch_size": 1, "steps": 1, "learning_rate": 1.0},
@@ -50,7 +50,7 @@ class Imported(Method):
     @model_validator(mode="after")
     def _named(self) -> Imported:
         if bool(self.weights) != bool(self.sha256):
-            raise ValueError("weights and sha256 belong together: a file and its sum")
+            raise ValueError("weights and sha256: must be given together, a file and its sum")
         return self
 
     # --- said in the recipe, the plan and the report

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class NoisyRecordsMethod(Method):
-    """(epsilon, delta)-DP of each record by itself (local), whatever is done with the noisy ones.
+    """(epsilon, delta)-DP of each record separately (local), whatever uses the noisy records.
 
     An input, clipped to L2 norm `input_norm` (input units), gets Gaussian noise once, of standard
-    deviation privacy.noise_multiplier (given, or found for privacy.epsilon) times input_norm; its
-    label is kept with probability e^label_epsilon / (e^label_epsilon + classes - 1), and is each
-    other one with equal probability else. Training sees nothing else, so the model may be
-    released. It is the part of residual perturbation's noise on inputs that holds soundly.
+    deviation privacy.noise_multiplier (given, or computed for privacy.epsilon) times input_norm;
+    its label is kept with probability e^label_epsilon / (e^label_epsilon + classes - 1), else
+    replaced by one of the others with equal probability. Training sees nothing else, so the model
+    may be released. It is the sound part of residual perturbation's noise on inputs.
 
     Attributes:
         input_norm: L2 norm to which an input is clipped, in input units.
@@ -44,15 +44,17 @@ class NoisyRecordsMethod(Method):
     label_epsilon: Positive
 
     def check(self, recipe: BaseRecipe) -> None:
-        """Raise ValueError where the number of released records would depend on records."""
+        """Raise ValueError if the number of released records would depend on records."""
         super().check(recipe)
         if recipe.privacy.adjacency != "replace-one":
-            raise ValueError("privacy.adjacency: must be replace-one: how many there are is seen")
+            raise ValueError(
+                "privacy.adjacency: must be replace-one: the number of records is public"
+            )
         chosen = recipe.data.content_filter_key
         if chosen is not None:
             raise ValueError(
-                f"method {self.name} does not go with data.{chosen}, which takes or leaves a "
-                "record by what is in it"
+                f"method {self.name} does not support data.{chosen}, which selects records by "
+                "content"
             )
 
     @property
@@ -61,13 +63,9 @@ class NoisyRecordsMethod(Method):
         return Capabilities(steps_are_post_processing=True)
 
     def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
-        """Return one release of each record; the steps are free."""
-        return (
-            NoisyRecords(
-                steps.noise_multiplier, self.label_epsilon, steps.steps, steps.sample_rate,
-                steps.batch_cap,
-            ),
-        )  # fmt: skip
+        """Return one release of each record; the steps have no privacy cost."""
+        noises = (steps.noise_multiplier, self.label_epsilon)
+        return (NoisyRecords(*noises, steps.steps, steps.sample_rate, steps.batch_cap),)
 
     def noise_std(self, plan: PrivacyPlan) -> float:
         """Return the standard deviation of the noise on an input."""
@@ -105,9 +103,9 @@ class NoisyRecordsExecution(Execution[NoisyRecordsMethod]):
 
 @dataclass(frozen=True)
 class NoisyDataset:
-    """Records with noise of their own, the same whenever they are asked for.
+    """Records with their own fixed noise.
 
-    std: of the noise on an input clipped to `norm`.
+    std: standard deviation of the noise on an input clipped to `norm`.
     """
 
     _records: Dataset
@@ -141,7 +139,8 @@ class NoisyDataset:
     def batch(self, indices: np.ndarray | slice) -> Tensor:
         """Return noisy inputs, float32 (B, *input_shape).
 
-        Noise follows the place: that of equal records must differ, or their equality would be seen.
+        Noise is keyed by position: equal records must get different noise, which hides that they
+        are equal.
         """
         import torch
 
@@ -169,7 +168,7 @@ class NoisyDataset:
 
     @cached_property
     def _label_shifts(self) -> np.ndarray:
-        """Return how much each label is moved, 0 where it is kept: int64 (N,)."""
+        """Return the shift of each label, 0 for a label that is kept: int64 (N,)."""
         from dpdist.randomness.keys import derive_key, stream_words
 
         others = self.classes - 1

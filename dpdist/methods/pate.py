@@ -1,14 +1,14 @@
-"""PATE: teachers on disjoint shards vote on public inputs, noisily and once, and train a student.
+"""PATE: noisy votes of teachers on disjoint shards label public inputs, which train a student.
 
 The student may be released. Papernot et al., "Semi-supervised Knowledge Transfer" (ICLR 2017) and
 "Scalable Private Learning with PATE" (ICLR 2018: Confident-GNMax); with a smoothed student, as in
 Section 5.7 of DPlis (PoPETs 2021).
 
-Labels can spread over a graph of public inputs, from those that teachers gave to all others: Zhou
-et al., "Learning with Local and Global Consistency" (NIPS 2003), in closed form, with the class
-mass normalization of Zhu et al. (ICML 2003). scikit-learn's LabelSpreading has a directed,
-unweighted graph of neighbors and normalizes no class: on MNIST's public inputs it gets three to
-eight points fewer labels right.
+Labels can spread over a graph of public inputs, from answered inputs to all others: Zhou et al.,
+"Learning with Local and Global Consistency" (NIPS 2003), in closed form, with the class mass
+normalization of Zhu et al. (ICML 2003). scikit-learn's LabelSpreading has a directed, unweighted
+graph of neighbors without class normalization: on MNIST's public inputs its labels are three to
+eight points less accurate.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ _BATCH, _TOLERANCE = 500, 1e-8
 
 
 class SpreadingRecipe(Section):
-    """How released labels spread over all public inputs: each gets one that the ties lead to.
+    """The spreading of released labels over all public inputs along a graph.
 
-    Only public inputs and released labels are read: post-processing, and free.
+    Only public inputs and released labels are read: post-processing without privacy cost.
 
     Attributes:
         features: Distances are between inputs as they are, or between the fixed scattering of
@@ -93,7 +93,7 @@ class SpreadingRecipe(Section):
     equal_classes: bool = True
 
     def check(self, public: Dataset, context: str) -> None:
-        """Raise UserError where there are too few public inputs, or no such features of them."""
+        """Raise UserError for too few public inputs, or inputs without such features."""
         if len(public) <= self.neighbors:
             raise UserError(
                 f"{context}: method.spreading.neighbors: must be < {len(public):,}, the public "
@@ -106,7 +106,7 @@ class SpreadingRecipe(Section):
                 raise UserError(f"{context}: {error}") from error
 
     def build_graph(self, public: Dataset) -> csr_matrix:
-        """The ties of all public inputs, which passed `check`."""
+        """Return the similarity graph of all public inputs, which passed `check`."""
         transform = _feature_transform(self.features, public)
         found = [
             transform(public.batch(slice(start, start + _BATCH)))
@@ -117,13 +117,15 @@ class SpreadingRecipe(Section):
     def spread_labels(
         self, graph: csr_matrix, answered: np.ndarray, released_labels: np.ndarray, classes: int
     ) -> np.ndarray:
-        """The label of every public input, int64 (N,), -1 where none reaches it, or so faintly that
-        it is lost in the solution's tolerance (far along thin ties, and where alpha is small).
-        asked (A,): places of the inputs that were answered; told (A,): their released labels."""
+        """Return the label of every public input, int64 (N,); -1 if no label reaches it.
+
+        A label may also be lost in the solution's tolerance (far along weak edges, or with a small
+        alpha). answered (A,): places of the answered inputs; released_labels (A,): their labels.
+        """
         scores = spread_scores(graph, answered, released_labels, classes, self.alpha)
         if self.equal_classes:
             masses = scores.sum(axis=0)
-            scores = scores / np.where(masses > 0, masses, 1.0)  # of a class that nobody named: 0
+            scores = scores / np.where(masses > 0, masses, 1.0)  # classes without a label stay 0
         return np.where(scores.max(axis=1) > 0, scores.argmax(axis=1), -1)
 
 
@@ -152,9 +154,11 @@ def _feature_transform(name: str, public: Dataset) -> Callable[[Tensor], np.ndar
 
 
 def similarity_graph(points: np.ndarray, neighbors: int) -> csr_matrix:
-    """S = D^(-1/2) W D^(-1/2), sparse (N, N), of points (N, D): w_ij = exp(-d_ij^2 / (2 s^2)) for
-    the nearest `neighbors` of each, s half the mean distance of the farthest; W is their mean with
-    its transpose."""
+    """Return S = D^(-1/2) W D^(-1/2), sparse (N, N), of points (N, D).
+
+    w_ij = exp(-d_ij^2 / (2 s^2)) for the nearest `neighbors` of each point, where s is half the
+    mean distance of the farthest; W is the mean of these weights and their transpose.
+    """
     from scipy import sparse
     from sklearn.neighbors import NearestNeighbors
 
@@ -173,9 +177,11 @@ def similarity_graph(points: np.ndarray, neighbors: int) -> csr_matrix:
 def spread_scores(
     graph: csr_matrix, answered: np.ndarray, released_labels: np.ndarray, classes: int, alpha: float
 ) -> np.ndarray:
-    """Scores F = (I - alpha S)^(-1) Y, float64 (N, classes): Y is 1 where an input was told a
-    class. The matrix is positive definite, so conjugate gradients solve it, to a residual of 1e-8
-    of Y's norm."""
+    """Return scores F = (I - alpha S)^(-1) Y, float64 (N, classes); Y has a 1 for each label.
+
+    The matrix is positive definite, so conjugate gradients solve the system, to a residual of 1e-8
+    of Y's norm.
+    """
     from scipy import sparse
     from scipy.sparse.linalg import cg
 
@@ -269,14 +275,14 @@ class PATE(Method):
     Each record is in the shard of one of the `teachers` by a keyed hash, and each teacher is
     trained on its shard without a clip or noise, by the sections of `teaching` (default: the
     student's). Each votes for one class of each of the first `queries` public inputs: a record
-    that comes or goes moves one vote of each. Where `threshold` is given, an input passes when the
-    most votes for a class, plus noise, reach it; the first `answers` of those that pass get the
-    class with the most votes, each count plus noise. Both numbers are fixed beforehand and paid in
-    full; inputs that pass beyond `answers` stay without a label. One Gaussian of mu = 1 /
-    privacy.noise_multiplier covers it all (the noise is given, or found for privacy.epsilon).
+    that comes or goes moves one vote of each. With a `threshold`, an input passes if the most votes
+    for a class, plus noise, reach it; the first `answers` of those that pass get the class with the
+    most votes, each count plus noise. Both numbers are fixed beforehand and counted in full; inputs
+    that pass beyond `answers` stay without a label. One Gaussian of mu = 1 /
+    privacy.noise_multiplier covers all of it (the noise is given, or computed for privacy.epsilon).
 
-    The student sees those inputs and labels, and nothing else: its training is post-processing,
-    and free.
+    The student sees only those inputs and labels: its training is post-processing and has no
+    privacy cost.
 
     Attributes:
         teachers: Number of teachers, each with a shard of the records.
@@ -284,7 +290,7 @@ class PATE(Method):
         queries: Number of public inputs that are voted on.
         answers: The most inputs that get a label.
         threshold: Number of votes, plus noise, that an input needs to pass; 0 lets all pass.
-        screening: Part of mu^2 that the thresholds cost.
+        screening: Part of mu^2 for the thresholds.
         teaching: Sections of the recipe that differ for teachers.
         spreading: Spread the labels over all public inputs, and train the student on these.
         smoothing: Smooth the student's loss (DPlis).
@@ -317,7 +323,10 @@ class PATE(Method):
         if 0 < self.screening < MIN_POSITIVE:
             raise ValueError(f"screening: must be 0, or at least {MIN_POSITIVE:g}")
         if not self.threshold and self.answers < self.queries:
-            raise ValueError("answers: without a threshold all queries are answered: leave as many")
+            raise ValueError(
+                f"answers: must equal queries, {self.queries}, without a threshold, got "
+                f"{self.answers}"
+            )
         return self
 
     # --- said in the recipe, the plan and the report
@@ -326,9 +335,9 @@ class PATE(Method):
         super().check(recipe)
         model = self.teaching.model
         if model and model.pretrained_part not in (None, recipe.model.pretrained_part):
-            raise ValueError(  # what those weights saw, every teacher knows
-                f"method {self.name} does not go with public weights of method.teaching.model, "
-                "which nobody holds against the records (model's may be the teachers' too)"
+            raise ValueError(  # every teacher depends on the data of those weights
+                f"method {self.name} does not support public weights of method.teaching.model, "
+                "which are not compared with the records: use those of model for the teachers"
             )
         own = self.public.data == recipe.data.name and self.public.root in (None, recipe.data.root)
         if own and not recipe.data.public:
@@ -350,13 +359,9 @@ class PATE(Method):
         )  # fmt: skip
 
     def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
-        """The votes alone: the student's steps are post-processing."""
-        return (
-            NoisyVotes(
-                steps.noise_multiplier, self.queries, self.answers, self.screening, steps.steps,
-                steps.sample_rate,
-            ),
-        )  # fmt: skip
+        """Return the phase of the votes: the student's steps are post-processing."""
+        counts = (self.queries, self.answers, self.screening)
+        return (NoisyVotes(steps.noise_multiplier, *counts, steps.steps, steps.sample_rate),)
 
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:
         from dpdist.privacy.claims import Claim
@@ -379,17 +384,15 @@ class PATE(Method):
         )
 
     def reported_values(self, private_folder: Path) -> list[tuple[str, str]]:
-        """How many labels there are follows from what was released."""
+        """Return the number of labels, which follows from the release."""
         from dpdist.privacy.ledger import Ledger
 
         found = Ledger.read(private_folder / "ledger.jsonl").recorded_answers
         if not found:
             return []
         given = sum(label != UNANSWERED for label in found[0])
-        return [
-            ("labels", f"{given:,} of {self.answers:,} that epsilon pays for, of {self.queries:,} "
-             "inputs asked about")
-        ]  # fmt: skip
+        of = f"{self.answers:,} that epsilon pays for, of {self.queries:,} inputs asked about"
+        return [("labels", f"{given:,} of {of}")]
 
     def describe(self, plan: PrivacyPlan) -> str:
         votes = _votes_phase(plan)
@@ -442,7 +445,7 @@ class PATEExecution(Execution[PATE]):
         )  # fmt: skip
 
     def _votes(self, run: TrainingDriver, inputs: Tensor, classes: int) -> np.ndarray:
-        """PRIVATE: those of the teachers, made once and kept in the private folder."""
+        """Return the PRIVATE votes, computed once and kept in the private folder."""
         from dpdist.core.files import write_atomic
 
         path = run.job.folder.private / VOTES
@@ -455,14 +458,14 @@ class PATEExecution(Execution[PATE]):
             path.chmod(0o600)
         votes: np.ndarray = np.load(path, allow_pickle=False)
         if votes.shape != (len(inputs), classes):
-            raise UserError(f"{path}: damaged: remove it, and the teachers vote again")
+            raise UserError(f"{path}: damaged: remove it to let the teachers vote again")
         return votes
 
     def release_labels(self, votes: np.ndarray, plan: PrivacyPlan, key: bytes) -> list[float]:
         """Return the answers that the plan pays for: the label of each question, or UNANSWERED.
 
         votes: PRIVATE, (queries, classes). Confident-GNMax (Papernot et al. 2018, Algorithm 1), all
-        thresholds before the first answer. key: serves nothing else.
+        thresholds before the first answer. key: used for nothing else.
         """
         from dpdist.gradients.noise import add_noise
         from dpdist.randomness.keys import derive_key
@@ -480,10 +483,7 @@ class PATEExecution(Execution[PATE]):
         return labels.tolist()
 
     def transform_records(self, records: Any, plan: PrivacyPlan, key: bytes) -> LabeledQueries:
-        """Return the answered questions.
-
-        Raises UserError for anything else, which nothing would protect.
-        """
+        """Return the answered inputs. Raises UserError for other records, which are unprotected."""
         if not isinstance(records, LabeledQueries):
             raise UserError("method pate: the student learns from answers, never from records")
         return records
@@ -494,11 +494,9 @@ class PATEExecution(Execution[PATE]):
         from dpdist.gradients.perturbations import ParameterPerturbation, Perturbation
 
         smooth = self.method.smoothing
-        return (
-            Perturbation()
-            if smooth is None
-            else ParameterPerturbation(smooth.augmentations, smooth.std)
-        )
+        if smooth is None:
+            return Perturbation()
+        return ParameterPerturbation(smooth.augmentations, smooth.std)
 
 
 def pate_claim(
@@ -509,9 +507,9 @@ def pate_claim(
     epsilon = rho + 2 sqrt(rho ln(1/delta)), rho = Q / 2 s1^2 + A / s2^2. Source: Papernot et
     al. 2018.
     """
-    rho = queries / (2 * threshold_std**2) + answers / vote_std**2
     from dpdist.privacy.claims import claimed_guarantee
 
+    rho = queries / (2 * threshold_std**2) + answers / vote_std**2
     return claimed_guarantee(
         rho + 2 * math.sqrt(rho * math.log(1 / delta)),
         delta,
@@ -522,14 +520,16 @@ def pate_claim(
 
 
 def _votes_phase(plan: PrivacyPlan) -> Any:
-    """The phase that pays for them."""
+    """Return the phase of the votes."""
     return plan.phases[0]
 
 
 def count_votes(scores: np.ndarray) -> np.ndarray:
-    """Votes, int64 (B, classes), from what each teacher says, (teachers, B, classes): one vote of
-    each teacher for each input, and none where it says no finite numbers: a record moves one vote
-    at most."""
+    """Return votes, int64 (B, classes), from the scores of teachers (teachers, B, classes).
+
+    Each teacher has one vote on each input, or no vote if its scores are not finite: a record moves
+    at most one vote.
+    """
     import torch
 
     from dpdist.models import predicted_classes
@@ -541,8 +541,10 @@ def count_votes(scores: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class LabeledQueries:
-    """Inputs (A, ...) and the labels (A,) they were given, over and over, `records` in all: so that
-    the plan's sampling rate and batch are the student's too, however many were answered."""
+    """Inputs (A, ...) and their labels (A,), repeated up to `records`.
+
+    So the plan's sampling rate and batch are also the student's, for any number of answers.
+    """
 
     name: str
     classes: int
@@ -565,13 +567,13 @@ class LabeledQueries:
         return self.records
 
     def batch(self, indices: np.ndarray | slice) -> Tensor:
-        """Inputs, float32 (B, *input_shape)."""
+        """Return inputs, float32 (B, *input_shape)."""
         import torch
 
         return torch.from_numpy(self.inputs[self._input_indices(indices)])
 
     def targets(self, indices: np.ndarray | slice) -> Tensor:
-        """Labels, int64 (B,)."""
+        """Return labels, int64 (B,)."""
         import torch
 
         return torch.from_numpy(self.labels[self._input_indices(indices)])

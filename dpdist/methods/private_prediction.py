@@ -30,14 +30,14 @@ class PrivatePrediction(Method):
     trained on its shard by the recipe's training section, without a clip or noise. An answer is
     the mean of the teachers' logits, each centered and clipped to L2 norm `logit_bound`, plus
     Gaussian noise: a record that comes or goes changes one teacher and moves the mean by at most 2
-    logit_bound / teachers. privacy.noise_multiplier, given or found for privacy.epsilon, is the
-    noise in units of that. Questions may follow from answers.
+    logit_bound / teachers. privacy.noise_multiplier, given or computed for privacy.epsilon, is the
+    noise in this unit. Questions may depend on earlier answers.
 
     Attributes:
         teachers: Number of teachers, each with a shard of the records.
         logit_bound: L2 norm to which a teacher's logits are clipped.
-        queries: The most answers that the run pays for and gives.
-        evaluate: Number of the answers that the run spends on the first test inputs.
+        queries: The most answers that the plan counts and the run gives.
+        evaluate: Number of answers for the first test inputs.
     """
 
     name: Literal["private-prediction"] = "private-prediction"
@@ -66,12 +66,12 @@ class PrivatePrediction(Method):
     # --- said in the recipe, the plan and the report
 
     def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
-        """Return the answers alone: training is not seen by anybody."""
+        """Return the phase of the answers: nothing of the training is released."""
         return (GaussianAnswers(steps.noise_multiplier, self.queries),)
 
     @property
     def capabilities(self) -> Capabilities:
-        """Return that the models never leave, and how often the evaluation asks."""
+        """Return that the models are never released, and the answers that the evaluation uses."""
         return Capabilities(
             not_releasable_reason=(
                 f"the models of method {self.name} are trained without privacy and never leave; "
@@ -124,11 +124,11 @@ class PrivatePredictionExecution(Execution[PrivatePrediction]):
 def clip_logits(scores: np.ndarray, bound: float) -> np.ndarray:
     """Return logits (teachers, classes), each teacher's centered and clipped to an L2 norm.
 
-    The norm bounds a teacher's part in an answer. A teacher that says no numbers has none.
+    The norm bounds a teacher's part in an answer. A teacher with non-finite scores has no part.
     """
     finite = np.isfinite(scores).all(axis=1, keepdims=True)
     known = np.where(finite, scores, 0.0)
-    # Scaled first, so that squares of huge logits stay numbers.
+    # Scaled first, so that squares of huge logits stay finite.
     largest = np.maximum(np.abs(known).max(axis=1, keepdims=True), 1.0)
     centered = known / largest - (known / largest).mean(axis=1, keepdims=True)
     norms = np.linalg.norm(centered, axis=1, keepdims=True)

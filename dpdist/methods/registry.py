@@ -39,7 +39,7 @@ _TABLE = {method.model_fields["name"].default: method for method in METHODS}
 
 
 def installed_methods() -> tuple[type[Method], ...]:
-    """Return the methods of the table, and those that entry points name: of papers, and others'."""
+    """Return the methods of the table and of entry points, those of papers included."""
     names = sorted({each.name for each in entry_points(group=_GROUP)})
     return (*METHODS, *map(find_method, names))
 
@@ -50,7 +50,7 @@ def find_method(name: str) -> type[Method]:
     Args:
         name: in the table, of an entry point in the group dpdist.methods, or package.module:Class.
 
-    Raises ValueError for a name that is none of these, or leads to no method.
+    Raises ValueError for an unknown name, or one that leads to no method.
     """
     if name in _TABLE:
         return _TABLE[name]
@@ -75,14 +75,14 @@ def find_method(name: str) -> type[Method]:
 
 
 def _load_by_name(value: Any) -> Any:
-    """A method outside the table, whose class is imported as a recipe's model factory is."""
+    """Return a method outside the table, whose class is imported."""
     if isinstance(value, Method):
         return value
     return validate_section(find_method(value["name"]), value)
 
 
 def _entry(value: Any) -> str | None:
-    """Under which entry of the table a method is found."""
+    """Return the entry of the table for a method."""
     given = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
     if given is None or not isinstance(given, str):
         return None

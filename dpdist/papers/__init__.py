@@ -1,1 +1,1 @@
-"""Methods that only reproductions of papers need: recipes name them, and nobody imports them."""
+"""Methods for reproducing papers only: recipes name them, and no other module imports them."""

@@ -12,42 +12,35 @@ from dpdist.papers.residual.claims import (
     residual_input_guarantee,
 )
 from dpdist.papers.secure_sgd.claims import classic_rdp_epsilon, hgm_claim, secure_sgd_claim
-from dpdist.papers.stobatch.claims import dpal_claim, dpal_encoder_budget, dpal_gammas
-from dpdist.papers.transdenoiser.claims import transdenoiser_training_claim
+from dpdist.papers.stobatch.dpal import dpal_claim, dpal_encoder_budget, dpal_gammas
+from dpdist.papers.transdenoiser.method import transdenoiser_training_claim
 from dpdist.privacy import mechanisms
 from dpdist.privacy.claims import Claim, claimed_guarantee, unproved_guarantee
 from dpdist.privacy.guarantee import Guarantee, format_epsilon
 from dpdist.privacy.plan import PrivacyPlan
 
-
-def dplis_claim(
-    records: int, batch_size: int, noise_multiplier: float, steps: int, delta: float = 1e-5
-) -> Guarantee:
-    """Return the claim of DPlis: DP-SGD's guarantee; smoothing before the clip costs nothing.
-
-    Source: PoPETs 2021.
-    """
-    return claimed_guarantee(
-        classic_rdp_epsilon(batch_size / records, noise_multiplier, steps, delta),
-        delta,
-        "add-or-remove-one",
-        "DPlis, DP-SGD by RDP at whole orders",
-        ("Poisson sampling", "smoothing noise independent of the data"),
-    )
+_DELTA = 1e-5  # of all claims with a delta
 
 
-def _dp_sgd(records: int, batch: int, noise: float, steps: int, delta: float = 1e-5) -> Guarantee:
+def _dp_sgd(records: int, batch: int, noise: float, steps: int) -> Guarantee:
     return PrivacyPlan.dp_sgd(
-        records=records, batch_size=batch, noise_multiplier=noise, steps=steps, delta=delta
+        records=records, batch_size=batch, noise_multiplier=noise, steps=steps, delta=_DELTA
     ).guarantee()
 
 
 def _dplis(data: str, records: int, noise: float, steps: int, printed: float) -> Claim:
+    claimed = claimed_guarantee(
+        classic_rdp_epsilon(256 / records, noise, steps, _DELTA),
+        _DELTA,
+        "add-or-remove-one",
+        "DPlis, DP-SGD by RDP at whole orders",
+        ("Poisson sampling", "smoothing noise independent of the data"),
+    )
     return Claim(
         f"DPlis, {data}",
         f"N {records}, L 256, sigma {noise:g}, T {steps}",
         printed,
-        dplis_claim(records, 256, noise, steps),
+        claimed,
         _dp_sgd(records, 256, noise, steps),
         "sound",
         "DP-SGD; per-record smoothing before the clip is free",

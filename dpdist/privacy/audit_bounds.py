@@ -8,7 +8,7 @@ least B(x). A lower curve says less, so rounding goes down.
 An audit tests the hypothesis that a mechanism satisfies a guarantee; a rejection is wrong with
 probability at most alpha. Two experiments, which must not be mixed:
 
-* `ThresholdCounts`: the mechanism runs anew for every trial, with the canary or without. Trials are
+* `ThresholdCounts`: the mechanism runs once per trial, with the canary or without. Trials are
   independent, so counts give Clopper-Pearson bounds (Jagielski, Ullman and Oprea 2020).
 * `OneRunGuesses`: many canaries in one run, each in or out by its own fair coin, and guesses of
 coins.
@@ -129,10 +129,10 @@ def _convex_minorant(losses: Sequence[LossPmf], slack: float) -> TradeoffCurve:
 
 
 def plan_tradeoff(plan: PrivacyPlan, one_direction: bool = False) -> TradeoffCurve | None:
-    """Return the trade-off curve that the plan proves, or None.
+    """Return the trade-off curve that the plan proves.
 
-    None where its loss has no distribution (no noise, or Renyi DP alone): there is no curve
-    that an audit could refute.
+    None if its loss has no distribution (no noise, or Renyi DP alone): an audit then has no curve
+    to refute.
     """
     from dpdist.privacy import accounting
     from dpdist.privacy.pld import UnsupportedMechanismError, compute_privacy_loss
@@ -338,7 +338,7 @@ def _choose_threshold(
     delta: float | None,
     curve: TradeoffCurve | None,
 ) -> float:
-    """Return the threshold for counts. sizes: number of runs of either kind behind the bounds."""
+    """Return the threshold for counts. sizes: number of runs of either kind in the bounds."""
     pooled = np.concatenate([with_canary, without_canary])
     candidates = np.unique(np.quantile(pooled, np.linspace(0, 1, 257), method="lower"))
     shares = [
@@ -392,7 +392,7 @@ class OneRunGuesses:
     def from_scores(
         cls, scores: ArrayLike, has_canary: ArrayLike, guesses: int, alpha: float = 0.05
     ) -> OneRunGuesses:
-        """Guess "in" for the guesses // 2 highest scores and "out" for as many of the lowest.
+        """Guess "in" for the guesses // 2 highest scores and "out" for the same number of lowest.
 
         scores, present (m,). Ties are broken by position, which must not depend on the coins.
         """
@@ -424,7 +424,7 @@ class OneRunGuesses:
         return float(_bisect_largest(rejects, max(first - step, 0.0), first))
 
     def p_values(self, epsilon: ArrayLike, delta: float = 0.0, copies: int = 1) -> Array:
-        """Return the largest probability of so many right guesses, for each epsilon (n,).
+        """Return the largest probability of this many right guesses, for each epsilon (n,).
 
         Under (epsilon, delta)-DP it is Pr[X >= v] + 2 m delta max_i Pr[v - i <= X < v] / i,
         X ~ Bin(r, e^epsilon / (1 + e^epsilon)).
@@ -440,7 +440,7 @@ class OneRunGuesses:
         return np.minimum(1.0, values)
 
     def rejects(self, curve: TradeoffCurve) -> bool:
-        """Return whether so many right guesses refute a mechanism with this trade-off curve.
+        """Return whether this many right guesses refute a mechanism with this trade-off curve.
 
         The confidence is 1 - alpha. Convex curves only: all of
         ``dpdist.privacy.audit_bounds``. Source: Mahloujifar et al. 2025, Algorithm 3.

@@ -1,22 +1,21 @@
 """Privacy budgets of data sets: every run and search on any of their records, on one journal.
 
-A run is recorded before it starts (its whole plan) and settled when it ends (what it released), so
-that a crash leaves the records charged, never free. Without a ceiling the statement is the
-composition, which assumes that no run was chosen by the results of another. With a ceiling, fixed
-when the budget is opened, it is a Renyi filter, and the statement is the ceiling: a composed
-epsilon holds for runs fixed beforehand, since a run that is chosen by an earlier result can be the
-most harmful one for that result, while a sum that is capped in advance survives the choice if it
-is a sum of ONE number per run.
+A run is recorded before it starts (its whole plan) and settled when it ends (its releases), so that
+a crash leaves the whole plan counted. Without a ceiling the guarantee is the composition, which
+assumes that no run was chosen by the results of an earlier one. With a ceiling, fixed when the
+budget is opened, it is a Renyi filter, and the guarantee is the ceiling: a composed epsilon is
+valid for runs fixed beforehand, since a run that is chosen by an earlier result can be the most
+harmful one for that result, while a sum that is capped in advance is valid for any choice if it is
+a sum of ONE number per run.
 
-Budgets are found by the records themselves: one row more, another order or another split is the
-same data. A run is charged to every budget that holds any of its records, and that budget takes in
-the others. Records are kept as hashes under a key that never leaves the folder.
+Budgets are matched by the records themselves: one more row, a different order or a different split
+is the same data. A run is counted on every budget with any of its records, and the budget adds the
+others. Records are stored as hashes under a key that never leaves the folder.
 
-A copy of a run's folder cannot be told from the original, and both may continue. So a charge lists
-releases by process: each process has a nonce in the ledger that it wrote; what two ledgers have in
-common counts once, all else is added. Renyi divergence adds up over releases with fresh
-randomness, whichever copy makes them: the charge is never less than all charged copies have
-released.
+A copy of a run's folder cannot be distinguished from the original, and both may continue. So a
+charge lists releases by process: each process has a nonce in the ledger that it wrote; entries that
+two ledgers have in common count once, all others are added. Renyi divergence adds up over releases
+with fresh randomness of any copy: the charge is never less than the releases of all counted copies.
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ class RenyiFilter:
         return f"epsilon {self.epsilon!r} at delta {self.delta!r}, {self.adjacency}"
 
 
-@lru_cache(maxsize=1024)  # every charge is counted anew with each new one
+@lru_cache(maxsize=1024)  # every charge is computed again with each new one
 def _divergence(phases: tuple[Phase, ...], records: int, adjacency: Neighbors, order: int) -> float:
     from dpdist.privacy import accounting
 
@@ -308,7 +307,7 @@ class Charge:
         return cls(run, name, plan.records, tuple(phases), "reserved", plan.nominal, lineage)
 
     def merge(self, recorded: Charge | None) -> Charge:
-        """Return this charge beside what is on record for the same run."""
+        """Return this charge merged with what is on record for the same run."""
         if recorded is None or recorded.lineage is None or self.lineage is None:
             return self
         lineage = self.lineage.merge(recorded.lineage)
@@ -476,7 +475,7 @@ def check_fits(
     adjacency: Neighbors,
     limit: tuple[float, float] | None = None,
 ) -> None:
-    """Raise BudgetExceeded when `new` does not fit beside the charges of other runs.
+    """Raise BudgetExceeded if `new` and the charges of other runs exceed the ceiling.
 
     new: with what is on record for the same run (`Charge.merge`). limit: epsilon and delta of a
     composition without a filter.
@@ -563,7 +562,7 @@ def reserve(
     """
     with ExitStack() as stack:
         key, budgets = bytes(_KEY_BYTES), list[DataBudget]()
-        if record or _files(Path(folder)):  # what only looks leaves nothing behind
+        if record or _files(Path(folder)):  # reading creates no file
             key, budgets = stack.enter_context(_open_budgets(Path(folder)))
         if records is None:
             _continue_charge(budgets, charge, adjacency, limit)
@@ -572,18 +571,18 @@ def reserve(
         other = [budget.path for budget in budgets if budget.hash_dtype != hashed]
         if other and enforce:
             raise BudgetExceeded(
-                f"{other[0]} knows its records by hashes of another kind, as another dpdist makes "
-                "them, and cannot tell whether it holds these; name a new folder"
+                f"{other[0]}: its records have hashes of a different kind, from a different "
+                "version of dpdist, and cannot be compared with these; name a new folder"
             )
         known = _keyed_hashes(key, records)
-        held = [budget for budget in budgets if _shares_records(budget, known)]
+        held = [b for b in budgets if len(np.intersect1d(b.known, known, assume_unique=True))]
         if enforce:
             for budget in held:
                 if str(budget.ceiling) != str(ceiling):
                     raise BudgetExceeded(
-                        f"{budget.path} holds some of these records under "
-                        f"{_shown(budget.ceiling)}, fixed before its first run; this run comes "
-                        f"with {_shown(ceiling)}"
+                        f"{budget.path} contains some of these records under "
+                        f"{_shown(budget.ceiling)}, fixed before its first run; this run has "
+                        f"{_shown(ceiling)}"
                     )
             _check_charge_fits(held, ceiling, charge, adjacency, limit)
         if not record:
@@ -628,9 +627,9 @@ def _check_charge_fits(
         if whole.lineage and charge.lineage and whole.lineage.has_unknown_processes(charge.lineage):
             if whole.lineage.alone:
                 raise BudgetExceeded(
-                    f"another copy of {charge.name!r} has gone on, or may: both have one secret "
-                    "number of trials, and what two such searches cost together is not known. Go "
-                    "on with that copy, remove it, or begin a new search"
+                    f"a second copy of {charge.name!r} was continued, or may be: both have one "
+                    "secret number of trials, and their joint privacy cost is unknown. Continue "
+                    "that copy, remove it, or start a new search"
                 )
             whole = replace(whole, name=f"{whole.name}, with copies of it that went on or may,")
         check_fits(ceiling, budget.charges, whole, adjacency, limit)
@@ -675,13 +674,13 @@ def _open_budgets(folder: Path) -> Iterator[tuple[bytes, list[DataBudget]]]:
         left = {anchor_path(budget.path) for budget in budgets}
         for anchor in sorted(folder.glob(f"*{anchor_path(Path(BUDGET_SUFFIX)).suffix}")):
             if anchor not in left:
-                raise JournalError(f"{anchor}: the budget it belongs to is gone; bring it back")
+                raise JournalError(f"{anchor}: its budget is missing; restore it")
         text = file.read()
         if not re.fullmatch(rf"[0-9a-f]{{{2 * _KEY_BYTES}}}", text):
             if budgets:
                 raise JournalError(
-                    f"{folder / _KEY}: lost or damaged, and with it which records the budgets "
-                    "beside it hold; bring it back"
+                    f"{folder / _KEY}: lost or damaged, so that the records of the budgets in this "
+                    "folder cannot be recognized; restore it"
                 )
             text = secrets.token_hex(_KEY_BYTES)
             file.seek(0)
@@ -693,9 +692,9 @@ def _open_budgets(folder: Path) -> Iterator[tuple[bytes, list[DataBudget]]]:
         for budget in budgets:
             if budget.key_id != _key_id(key):
                 raise JournalError(
-                    f"{budget.path}: keeps its records under another key than that of "
-                    f"{folder / _KEY}, and they would not be recognized: one of the two was "
-                    "replaced or comes from another folder; bring back its own"
+                    f"{budget.path}: its records have a different key than {folder / _KEY} and "
+                    "cannot be recognized: one of the files was replaced or comes from a different "
+                    "folder; restore it"
                 )
         yield key, budgets
 
@@ -711,7 +710,7 @@ def _close(budgets: list[DataBudget]) -> None:
 
 
 def _keyed_hashes(key: bytes, records: NDArray[np.integer]) -> NDArray[np.uint64]:
-    """Return keyed hashes of the records' own, sorted and each once: uint64."""
+    """Return keyed hashes of the records' hashes, sorted and distinct: uint64."""
     if records.ndim != 1 or not len(records):
         raise ValueError(f"one hash for each record is needed, got shape {records.shape}")
     raw, size = np.ascontiguousarray(records).tobytes(), records.dtype.itemsize
@@ -721,7 +720,3 @@ def _keyed_hashes(key: bytes, records: NDArray[np.integer]) -> NDArray[np.uint64
         for i in range(0, len(raw), size)
     )
     return np.unique(np.frombuffer(digests, "<u8"))
-
-
-def _shares_records(budget: DataBudget, known: NDArray[np.uint64]) -> bool:
-    return len(np.intersect1d(budget.known, known, assume_unique=True)) > 0

@@ -98,8 +98,8 @@ def _bracket(
 ) -> tuple[Point | None, Point | None]:
     """Return (x, cost(x)) at most and above the target, from `start` in growing strides.
 
-    Without the first there is no such x in the limits; without the second the first is the
-    largest.
+    The first is None if no x within the limits costs at most the target; the second is None if the
+    first is the largest x.
     """
     x = snap(start)
     inside: Point | None = None
@@ -317,7 +317,7 @@ def repeat_phases(
 
     Args:
         phases: of one trial.
-        distribution: of a secret number of trials; None where the number is public.
+        distribution: of a secret number of trials; None if the number is public.
         runs: the public number of trials, of which all may be shown.
     """
     if distribution is not None:
@@ -338,7 +338,7 @@ def combine_training_and_scoring(
     Args:
         training: phases that cover the training of every trial.
         scoring: of a trial's scores on records that no trial trains on; empty for public records.
-        distribution: of a secret number of trials; None where the number is public.
+        distribution: of a secret number of trials; None if the number is public.
         runs: the public number of trials.
     """
     if not scoring:

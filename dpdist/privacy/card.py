@@ -1,10 +1,10 @@
 """The privacy card of a released model, and the audit results that it lists.
 
-The card holds everything that a reader needs to judge the guarantee. It is safe to publish: it
-holds no run key, no seed, no training score and no trial of a search. An audit result is an
-empirical lower bound of epsilon beside the proved and the claimed one, with everything needed to
-judge it: confidence, what the adversary saw, which data sets it told apart, the number of trials,
-and the rule that turned them into guesses.
+The card lists everything that a reader needs to judge the guarantee. It is safe to publish: it
+contains no run key, seed, training score or trial of a search. An audit result is an empirical
+lower bound of epsilon next to the proved and the claimed one, with everything needed to judge it:
+confidence, view of the adversary, data sets to distinguish, number of trials, and the rule that
+turned them into guesses.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class AuditFinding:
     kind: of audit; method: the theorem. view: what the adversary saw. adjacency: which data sets
     it told apart. trials: runs, releases or guesses that were counted. rule: threshold or guesses,
     and how they were fixed. proved, claimed: epsilon at the same delta (infinite where nothing is
-    proved; None where nothing is claimed). curve_rejected: whether the whole trade-off curve of
+    proved; None if nothing is claimed). curve_rejected: whether the whole trade-off curve of
     what is proved was rejected, which needs no epsilon. assumptions: what epsilon rests on besides;
     empty: nothing. exploratory: one of more audits than alpha was divided by. model: its hash.
     """
@@ -163,10 +163,6 @@ EVALUATION_UNPROTECTED = (
 )
 
 
-def _epsilon_at_delta(guarantee: Guarantee) -> dict[str, Any]:
-    return {"delta": guarantee.delta, "epsilon": guarantee.to_dict()["epsilon"]}
-
-
 def build_card(
     plan: PrivacyPlan,
     ledger: Ledger | None = None,
@@ -182,13 +178,13 @@ def build_card(
 ) -> dict[str, Any]:
     """Return the privacy card as JSON types.
 
-    ledger: what was really released; without it the plan is taken as executed. earlier: what the
-    runs released that the run began with. private: False for a
-    run with a fixed key or without noise, which the card then says. unit: what is protected.
-    data_set: what the data set has cost in all runs. assumptions: what must hold besides. extra:
-    further facts (library versions, model, recipe). kind: of the guarantee.
+    ledger: the releases; without it the plan counts as executed. earlier: releases of the runs that
+    the run started from. private: False for a run with a fixed key or without noise, which the card
+    then states. unit: the protected unit. data_set: guarantee of all runs on the data set.
+    assumptions: further conditions. extra: further facts (library versions, model, recipe). kind:
+    kind of the guarantee.
 
-    "accounted" are the phases that were released, as a plan: `recompute_card` makes the card of it.
+    "accounted" has the released phases, as a plan: `recompute_card` computes the card from it.
     """
     from dpdist.privacy import accounting
 
@@ -205,7 +201,9 @@ def build_card(
         "unit": _line(unit),
         "adjacency": plan.adjacency,
         "relation": main.relation,
-        "epsilon_at_delta": [_epsilon_at_delta(each) for each in profile],
+        "epsilon_at_delta": [
+            {"delta": each.delta, "epsilon": each.to_dict()["epsilon"]} for each in profile
+        ],
         "accountant": main.source,
         "library": accounting.library_version(),
         "mechanism": [_line(plan.in_units(phase.description)) for phase in phases],
@@ -224,11 +222,11 @@ def build_card(
 
 
 def _line(text: Any) -> Any:
-    """Return a text in one line, so that on a page none passes for another part of it."""
+    """Return a text in one line, so that it cannot pass for a different part of the page."""
     return " ".join(text.splitlines()) if isinstance(text, str) else text
 
 
-# Stated, and not to be had from the phases: of other runs, of the run's recipe and its faults.
+# Copied from the card, since they do not follow from the phases.
 _COPIED_KEYS = ("data_set", "reexecuted_releases", "plan")
 _CARD_SHAPE = {
     "private": bool, "unit": str, "relation": str, "accountant": str, "library": str,
@@ -239,13 +237,13 @@ _CARD_SHAPE = {
     "accounted": dict, **dict.fromkeys(("data_set", "clip_norm", "records"), object),
 }  # fmt: skip
 _MAX_PHASES = 1000
-RELATIVE_TOLERANCE = 1e-3  # relative: of what two accountants make of the same
+RELATIVE_TOLERANCE = 1e-3  # between two accountants
 
 
 def parse_card_plan(card_dict: dict[str, Any], context: str) -> PrivacyPlan:
-    """Return the phases that a card from elsewhere names, as a plan.
+    """Return the phases of a card from elsewhere, as a plan.
 
-    Raises UserError for a card that is damaged, or names none.
+    Raises UserError for a damaged card, or one without phases.
     """
     check_shape(card_dict, context, _CARD_SHAPE)
     for name in ("mechanism", "released_besides", "assumptions", "notes"):
@@ -262,13 +260,13 @@ def _check_stated_guarantees(card_dict: dict[str, Any], context: str) -> None:
     """Raise UserError unless the numbers of a card are possible and consistent."""
     own, delta = _parse_guarantee(card_dict, "guarantee", context)
     if card_dict["private"] and math.isinf(own):
-        raise UserError(f"{context}: calls private what has an infinite epsilon")
+        raise UserError(f"{context}: private: must be false with an infinite epsilon, got true")
     if card_dict["data_set"] is not None:
         total, at = _parse_guarantee(card_dict, "data_set", context)
         if at == delta and total < own * (1 - RELATIVE_TOLERANCE):
             raise UserError(
-                f"{context}: data_set: all runs on the data set, this one included, cannot cost "
-                f"less than this one, epsilon {format_epsilon(own)}"
+                f"{context}: data_set.epsilon: must be at least {format_epsilon(own)}, that of "
+                "this run, which is one of all runs on the data set"
             )
 
 
@@ -288,10 +286,10 @@ def _parse_guarantee(card_dict: dict[str, Any], name: str, context: str) -> tupl
 
 
 def recompute_card(stated_card: Mapping[str, Any], plan: PrivacyPlan) -> dict[str, Any]:
-    """Return the card again, from its phases (`parse_card_plan`), by this project's accounting.
+    """Return the card recomputed from its phases (`parse_card_plan`).
 
-    What does not follow from them is taken from the card: whether the run key was fixed, what all
-    runs on the data set cost, notes. Raises UserError when no theorem covers the phases.
+    Entries that do not follow from them are copied: whether the run key was fixed, the guarantee of
+    all runs on the data set, notes. Raises UserError if no theorem covers the phases.
     """
     try:
         again = build_card(
@@ -330,15 +328,15 @@ def _summary_rows(card_dict: Mapping[str, Any]) -> list[str]:
 
 
 def no_epsilon(described: Mapping[str, Any]) -> str | None:
-    """Return why a card can state no epsilon at all; None where it states one, finite or not."""
+    """Return why a card has no epsilon; None if it has one, finite or not."""
     return NOT_TRAINED_HERE if described["mechanism"] == [NOT_TRAINED_HERE] else None
 
 
 def bounding_guarantee(card_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the guarantee, as JSON types, that bounds what the model tells of its records.
+    """Return the guarantee, as JSON types, that bounds what the model reveals of its records.
 
-    Where a run's own leaves an earlier release out, of which its model tells, too, it is that of
-    all releases of the data set, which counts both.
+    If a run's own guarantee does not include an earlier release on which its model depends, it is
+    that of all releases of the data set.
     """
     total: Mapping[str, Any] | None = card_dict["data_set"]
     own: Mapping[str, Any] = card_dict["guarantee"]
@@ -350,9 +348,14 @@ def card_markdown(card_dict: Mapping[str, Any]) -> str:
     guarantee = card_dict["guarantee"]
     lines = ["# Privacy card", ""]
     if (why := no_epsilon(card_dict)) is not None:
-        lines += [f"**{why[0].upper()}{why[1:]}.** Nothing is known of the records that this "
-                  "model was trained on, nor of how; it may give single ones away.", "",
-                  "## Notes", "", *[f"* {line}" for line in card_dict["notes"]]]  # fmt: skip
+        lines += [
+            f"**{why[0].upper()}{why[1:]}.** Nothing is known of the records that this "
+            "model was trained on, nor of how; it may give single ones away.",
+            "",
+            "## Notes",
+            "",
+            *[f"* {line}" for line in card_dict["notes"]],
+        ]
         lines += [f"* {key}: {value}" for key, value in sorted(card_dict["extra"].items())]
         return "\n".join(lines) + "\n"
     if not card_dict["private"]:

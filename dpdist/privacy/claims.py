@@ -1,4 +1,4 @@
-"""The types of a published privacy claim, beside the proved guarantee.
+"""Define the types of a published privacy claim, shown next to the proved guarantee.
 
 A claim is a theorem's formula evaluated at its hyper-parameters, with its assumptions, a verdict
 and the reason. A claim that is not sound is never a guarantee: its proved epsilon is infinite

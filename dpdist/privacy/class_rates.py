@@ -16,7 +16,7 @@ def check_count(name: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class ClassRates:
-    """Sampling rates that follow from a record's own class, and the public counts behind them.
+    """Sampling rates by a record's own class, with the public class counts they are computed from.
 
     A step costs what one of the largest rate costs: a record of a smaller rate is one that joined
     at the largest and was then kept with probability rate / largest, independently of everything

@@ -32,7 +32,7 @@ def check_delta(delta: float) -> None:
 
 
 def format_epsilon(epsilon: float | str, digits: int = 4, *, lower_bound: bool = False) -> str:
-    """Return an epsilon with so many significant digits, rounded up: text promises no more.
+    """Return epsilon as text with `digits` significant digits, rounded up.
 
     Args:
         epsilon: a number, or "inf" as `Guarantee.to_dict` writes it.
@@ -164,7 +164,7 @@ class Guarantee:
 
 
 def left_out(assumptions: Iterable[str]) -> str:
-    """Return what stands right behind an epsilon that leaves an earlier release out; "" mostly."""
+    """Return the text after an epsilon that leaves an earlier release out; usually ""."""
     for each in assumptions:
         if each.startswith(BEGAN_APART):
             return f", of this run alone, without {each.removeprefix(BEGAN_APART)}"

@@ -2,25 +2,26 @@
 
 Every release is durable in the file BEFORE its noise is added. Crashes and restarts then cannot
 hide a release: an exact replay (same epoch, step and release id) is the same release and is stored
-once; anything else is charged again.
+once; anything else is counted again.
 
-The journal holds one JSON record a line; each line carries a hash that chains it to all earlier
+The journal has one JSON record per line; each line contains a hash that chains it to all earlier
 lines. A line torn by a crash is dropped when the file is opened again, because its write never
 returned; any other damage is an error. A chain cannot show that its end was cut off, so an anchor
-beside the file (NAME.anchor) states the number of lines and the last hash. It is written after
-each line is durable: after a crash it may lag behind the file and is never ahead of it. A file
-that is shorter than its anchor says is an error.
+file (NAME.anchor) contains the number of lines and the last hash. It is written after each line is
+durable: after a crash it may lag behind the file and is never ahead of it. A file that is shorter
+than its anchor says is an error.
 
-An attempt epoch numbers the tries. Everything that can change a floating-point sum (recipe, world
-size, micro-batch, device, code version) belongs to an attempt's identity; when it changes, the
-epoch goes up, and sampling and noise are drawn afresh under the new epoch. The same noise added to
-two different sums would cancel in their difference and reveal data: `record` refuses it.
+An attempt epoch numbers the attempts. Everything that can change a floating-point sum (recipe,
+world size, micro-batch, device, code version) belongs to an attempt's identity; when it changes,
+the epoch increases, and sampling and noise are drawn again under the new epoch. The same noise
+added to two different sums would cancel in their difference and reveal data: `record` raises an
+error for it.
 
-A plain copy of the folder cannot be told from the original. So every process that continues draws
-a nonce of its own, written here before its first new step: two copies share the noise of the steps
-that were announced before they parted, whose sums `record` holds them to, and no other. To
-continue with fresh randomness is the same mechanism (adaptive composition): a new step costs once,
-whichever copy takes it, and an announced one is replayed under the nonce it was announced under.
+A plain copy of the folder cannot be distinguished from the original. So every process that
+continues draws its own nonce, written here before its first new step: two copies share only the
+noise of the steps announced before the copy, for whose sums `record` requires equality. To continue
+with fresh randomness is the same mechanism (adaptive composition): a new step counts once,
+whichever copy takes it, and an announced step is replayed under its own nonce.
 """
 
 from __future__ import annotations
@@ -35,16 +36,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, Self
+from typing import IO, Any, Literal, Self
 
 from dpdist.core.files import check_regular_or_missing, fsync_path, make_folder
 from dpdist.privacy.guarantee import POST_PROCESSED, Guarantee, kind_of
 from dpdist.privacy.phases import Phase
 from dpdist.privacy.plan import PrivacyPlan
-
-if TYPE_CHECKING:
-    import dp_accounting as dpa
-
 
 # --- the chained journal ----------------------------------------------------------------------
 
@@ -154,7 +151,7 @@ def _read_anchor(path: Path) -> Anchor | None:
         return None
     except ValueError as error:
         raise JournalTruncated(
-            f"{where} is damaged: what {path.name} held cannot be told"
+            f"{where} is damaged: the completeness of {path.name} cannot be checked; restore it"
         ) from error
 
 
@@ -166,13 +163,13 @@ def _check_anchor(
         # A crash may come between the first line and the anchor, and then nothing is recorded.
         if len(records) > 1:
             raise JournalTruncated(
-                f"{anchor_path(path)} is missing: without it nobody can tell whether {path.name} "
-                "still holds all that was recorded"
+                f"{anchor_path(path)} is missing, so that the completeness of {path.name} cannot "
+                "be checked; restore it"
             )
     elif not _contains_anchor(checks, anchor):
         raise JournalTruncated(
-            f"{path} lacks records that were written to it ({anchor_path(path).name} knows of "
-            f"{anchor.records} lines, {len(checks)} are there): it was cut, replaced, or is an "
+            f"{path} lacks records that were written to it ({anchor_path(path).name} counts "
+            f"{anchor.records} lines, the file has {len(checks)}): it was cut, replaced, or is an "
             "old copy"
         )
 
@@ -260,7 +257,9 @@ class ChainedJournal:
         anchor = _read_anchor(path)  # first: whoever writes meanwhile only makes the file longer
         records, checks, _ = _parse(path.read_bytes(), path)
         if not records:
-            raise JournalError(f"{path} is empty: nothing was ever recorded in it, or all is gone")
+            raise JournalError(
+                f"{path} is empty: nothing was recorded in it, or its lines are lost"
+            )
         _check_kind(records[0], kind, path)
         _check_anchor(anchor, records, checks, path)
         return cls(path, records, checks, None)
@@ -275,8 +274,8 @@ class ChainedJournal:
             raise JournalError(f"{self.path} is not open for writing")
         if os.getpid() != self._process:  # a fork has the lock as well, and does not see our lines
             raise JournalError(
-                f"{self.path} was opened by another process, of which this one is a fork: open it "
-                "here"
+                f"{self.path} was opened by the process of which this one is a fork: open it in "
+                "this process"
             )
         body = _encode(record)
         check = _chain(self._checks[-1] if self._checks else "", body)
@@ -310,10 +309,7 @@ class ChainedJournal:
         fsync_path(self.path.parent)
 
     def _write_anchor(self, file: IO[bytes]) -> None:
-        """Write the anchor without a sync, because an anchor behind the file is lawful.
-
-        A power cut may leave it behind.
-        """
+        """Write the anchor without a sync: after a power cut it may lag behind the file."""
         try:
             os.pwrite(file.fileno(), self.anchor.file_line.encode(), 0)
         except OSError as error:  # the line itself is durable: nothing is forgotten
@@ -352,7 +348,7 @@ def _check_kind(header: dict[str, Any], kind: str, path: Path) -> None:
 def wait_until_unlocked(path: Path, seconds: float) -> None:
     """Wait until no other process is writing the journal at `path`; write nothing.
 
-    Raises JournalBusy when one still is after so many seconds, OSError.
+    Raises JournalBusy if one still is after `seconds`, OSError.
     """
     try:
         file = path.open("r+b", buffering=0)
@@ -390,7 +386,7 @@ class ReplayConflict(LedgerError):
 
 
 class QueriesExhausted(LedgerError):
-    """All answers that the plan pays for were given, or were begun and lost."""
+    """All answers that the plan counts were given, or were started and lost."""
 
 
 def new_nonce() -> str:
@@ -436,7 +432,7 @@ class Ledger(JournalBacked):
             journal.close()
             raise LedgerError(
                 f"{path} belongs to plan {found[:12]}..., not to "
-                f"{plan_fingerprint[:12]}...: another plan needs another run folder"
+                f"{plan_fingerprint[:12]}...: use a different run folder for a different plan"
             )
         ledger = cls(journal)
         ledger._nonce = nonce
@@ -479,7 +475,7 @@ class Ledger(JournalBacked):
         self._apply(record)
 
     def note_changes(self, parts: Iterable[str]) -> None:
-        """Put durably on record what other code changed in the training between two steps."""
+        """Record durably the changes of other code in the training between two steps."""
         if new := sorted({*parts} - self._changes):
             self._append({"kind": "changed", "parts": new})
 
@@ -489,13 +485,13 @@ class Ledger(JournalBacked):
         return tuple(sorted(self._changes))
 
     def note_shown(self, step: int) -> None:
-        """Put durably on record that the script is shown private metrics, from this step on."""
+        """Record durably that the script sees private metrics from this step on."""
         if self._first_shown is None:
             self._append({"kind": "shown", "step": step})
 
     @property
     def post_processed(self) -> tuple[str, ...]:
-        """Return what other code did between steps that nobody could check, one assumption each."""
+        """Return an assumption for each unchecked effect of other code between steps."""
         lines = []
         if self._changes:
             changes = " and ".join(self.changes)
@@ -544,10 +540,7 @@ class Ledger(JournalBacked):
         return self._nonce
 
     def announce_process(self) -> str:
-        """Put `nonce` durably on record and return it.
-
-        Everything recorded from now on is drawn under it.
-        """
+        """Record `nonce` durably and return it; all later records are drawn under it."""
         if self.nonce not in self._nonces[-1:]:
             self._append({"kind": "process", "nonce": self.nonce})
         return self.nonce
@@ -555,8 +548,8 @@ class Ledger(JournalBacked):
     def announced_steps(self, first: int) -> list[tuple[int, int, str]]:
         """Return the steps from `first` on that the current attempt has announced.
 
-        Such a step may have been seen: it is replayed under the nonce it was announced under, and
-        only its own sum gets that noise. Returns (first step, end, nonce) of each run of steps.
+        Such a step may have been released: it is replayed under its own nonce, and only its own sum
+        gets that noise. Returns (first step, end, nonce) of each run of steps.
         """
         found: list[tuple[int, int, str]] = []
         drawn = {
@@ -573,12 +566,12 @@ class Ledger(JournalBacked):
     def record(self, step: int, release_id: str) -> Literal["new", "replay"]:
         """Announce the release of `step` (from 0) in the current epoch; durable on return.
 
-        The entry stands behind the nonce of the process that takes a new step.
+        The entry follows the nonce of the process that takes a new step.
 
         release_id: hex, at least 64 digits, a hash of key id, epoch, step and the bytes of the
-        pre-noise sum. Returns "replay" if exactly this release is on record already.
-        Raises ReplayConflict, and records nothing, if another sum is on record for this epoch and
-        step; LedgerError if it cannot be made durable; ValueError for a malformed argument.
+        pre-noise sum. Returns "replay" if exactly this release is already recorded. Raises
+        ReplayConflict, and records nothing, if a different sum is recorded for this epoch and step;
+        LedgerError if it cannot be made durable; ValueError for a malformed argument.
         """
         if self._epoch is None:
             raise LedgerError("begin_attempt comes before record")
@@ -590,8 +583,8 @@ class Ledger(JournalBacked):
             return "replay"
         if known is not None:
             raise ReplayConflict(
-                f"step {step} of epoch {self._epoch} was already announced with a different sum; "
-                "adding the same noise to this one would reveal their difference"
+                f"step {step} of epoch {self._epoch} was already announced with a different sum: "
+                "the same noise on both would reveal their difference; begin a new epoch"
             )
         self.announce_process()
         self._append({"kind": "release", "epoch": self._epoch, "step": step, "id": release_id})
@@ -600,11 +593,10 @@ class Ledger(JournalBacked):
     def record_query(self, query_id: str, plan: PrivacyPlan) -> int:
         """Count an answer before its noise is drawn and return its number, from 0.
 
-        Durable on return, and counted whatever happens next. query_id: as an id in
-        `record`.
+        Durable on return. query_id: as an id in `record`.
 
-        Raises QueriesExhausted, and counts nothing, beyond those that the plan pays for;
-        LedgerError if it cannot be made durable.
+        Raises QueriesExhausted, and counts nothing, beyond the answers of the plan; LedgerError if
+        it cannot be made durable.
         """
         _check_id(query_id)
         if self.num_queries >= plan.num_queries:
@@ -616,7 +608,7 @@ class Ledger(JournalBacked):
         return self.num_queries - 1
 
     def record_answer(self, query_id: str, values: Sequence[float]) -> None:
-        """Keep an answer that was counted, with its noise: to give it again costs nothing."""
+        """Record a counted answer with its noise, which may be repeated without privacy cost."""
         self._append({"kind": "answered", "id": query_id, "values": list(values)})
 
     # --- reading
@@ -671,10 +663,9 @@ class Ledger(JournalBacked):
         return {step for of, step in self._releases if of == epoch}
 
     def count_repeated_steps(self, step: int, identity: dict[str, str] | None = None) -> int:
-        """Return the number of recorded steps, from `step` on, that would be charged again.
+        """Return the number of recorded steps, from `step` on, that would be counted again.
 
-        This is for an attempt of that identity (default: the current one); an exact replay
-        is not charged again.
+        identity: of the attempt; None for the current one, whose exact replays do not count.
         """
         later = {done for done in self._releases_per_step if done >= step}
         if self._epoch is None or identity not in (None, self._identity):
@@ -691,8 +682,8 @@ class Ledger(JournalBacked):
 
         They are counted in units (`Phase.num_units`) of each of the plan's phases.
 
-        What is charged at once is 1 for the process under whose nonce it was drawn: votes when they
-        were counted, all else in the first attempt. Steps that are free behind it are not counted.
+        A phase without units counts as 1 for the process under whose nonce it was drawn: votes when
+        they were counted, others in the first attempt. Later free steps are not counted.
         """
         found = {nonce: [0] * len(plan.phases) for nonce in self.process_nonces}
         for (_, step), nonce in self._release_nonces.items():
@@ -745,13 +736,6 @@ class Ledger(JournalBacked):
             for step, releases in self._releases_per_step.items()
             if releases > 1
         )
-
-    def event(self, plan: PrivacyPlan) -> dpa.DpEvent:
-        """Return the dp_accounting event of everything on record.
-
-        It is that of the worst path, with parallel parts.
-        """
-        return plan.worst_event(plan.path_events(self.released_phases(plan)))
 
     def guarantee(self, plan: PrivacyPlan, delta: float | None = None) -> Guarantee:
         """Return the proved guarantee of everything on record, re-executed steps included.

@@ -37,7 +37,7 @@ PhaseReader = Callable[[Sequence[dict[str, Any]]], tuple["Phase", ...]]
 class Phase(ABC):
     """One part of a plan. Subclasses are frozen dataclasses whose fields are their JSON form.
 
-    kind: its name in JSON. has_batch_cap: what it costs depends on the true number of records.
+    kind: its name in JSON. has_batch_cap: its price depends on the true number of records.
     couples_orders: its Renyi divergence at one order follows from those at others as well.
     reads_records: it is executed on the plan's records, so that their number matters.
     """
@@ -86,13 +86,13 @@ class Phase(ABC):
         return None
 
     def executed(self, steps: int) -> tuple[Phase, ...]:
-        """Return the released part when the training loop took so many of its steps."""
+        """Return the released part after the training loop took `steps` of its steps."""
         loop = self.training_steps
         return (replace(loop, steps=steps),) if loop is not None and steps else ()
 
     @property
     def num_queries(self) -> int:
-        """Return the number of answers that the phase pays for beside the loop, one at a time.
+        """Return the number of answers that the phase pays for outside the loop, one at a time.
 
         These are votes before it, or questions after it: the ledger counts each before its
         noise is drawn.
@@ -108,16 +108,16 @@ class Phase(ABC):
         return None
 
     def executed_units(self, units: int) -> tuple[Phase, ...]:
-        """Return the released part: so many units, or all of the phase so many times."""
+        """Return the released part: `units` units, or the whole phase `units` times."""
         return self.repeat(units) if units else ()
 
     @property
     def unproved_reason(self) -> str | None:
-        """Return the reason why no theorem covers the phase; None where one does."""
+        """Return the reason why no theorem covers the phase; None if one does."""
         return None
 
     def unsupported_reason(self, adjacency: Neighbors) -> str | None:
-        """Return the reason why this relation cannot be accounted; None where it can."""
+        """Return the reason why this relation cannot be accounted; None if it can."""
         return None
 
     def repeat(self, runs: int) -> tuple[Phase, ...]:
@@ -132,10 +132,9 @@ class Phase(ABC):
         return self == other
 
     def group_loss(self, size: int, grid: float) -> tuple[PrivacyLossDistribution, int] | None:
-        """Return the exact loss of `size` records that come or go together, or None.
+        """Return the exact loss of `size` records that come or go together.
 
-        Returned with the number of releases composed in it; None where no exact loss is
-        known.
+        Also returns the number of releases composed in it. None if no exact loss is known.
         """
         return None
 
@@ -205,7 +204,7 @@ def dataset_path_events(
     The loss of a capped batch depends on the number of OTHER records: one fewer than `records` when
     a record is removed, all of them when one is added. Raises
     dpdist.privacy.pld.UnsupportedMechanismError for a phase that cannot be accounted under the
-    relation, whoever charged it under which.
+    relation, whatever relation it was charged under.
     """
     refused = [
         why
@@ -245,7 +244,7 @@ _PUBLIC_RATES = (
 
 
 def check_release(noise_multiplier: float, sample_rate: float) -> None:
-    """Raise ValueError for a noise multiplier or a sampling rate that is none."""
+    """Raise ValueError for an invalid noise multiplier or sampling rate."""
     if not (math.isfinite(noise_multiplier) and noise_multiplier >= 0):
         raise ValueError(f"noise_multiplier must be >= 0 and finite, got {noise_multiplier}")
     if not 0 < sample_rate <= 1:
@@ -409,9 +408,9 @@ class GaussianSteps(Phase):
 
 @dataclass(frozen=True)
 class GaussianReleases(Phase):
-    """`count` sums over a Poisson sample, released beside the training with Gaussian noise.
+    """`count` sums over a Poisson sample, released next to the training, with Gaussian noise.
 
-    Each record's part is clipped to some L2 norm c of its own; the noise is noise_multiplier * c.
+    Each record's part is clipped to an L2 norm c; the noise is noise_multiplier * c.
     """
 
     kind: ClassVar[str] = "gaussian-releases"
@@ -495,7 +494,7 @@ class GaussianAnswers(_Queries):
         return self.count
 
     def group_loss(self, size: int, grid: float) -> tuple[PrivacyLossDistribution, int] | None:
-        """Return the loss when `size` records change at most so many models."""
+        """Return the loss when `size` records change at most `size` models."""
         return None if self.sample_rate < 1 else _exact_loss(self, size, grid)
 
 
@@ -604,7 +603,7 @@ class UpfrontPhase(Phase):
 
 @dataclass(frozen=True)
 class NoisyRecords(UpfrontPhase):
-    """Every record released once, with noise of its own, before `steps` steps on these alone.
+    """A release of every record once, with its own noise, before `steps` steps on these alone.
 
     An input is clipped to some L2 norm c and gets Gaussian noise of noise_multiplier * c; a label
     is released by a mechanism of pure label_epsilon. The steps are post-processing, and free.
@@ -979,7 +978,7 @@ class NoisyVotes(UpfrontPhase):
         return isinstance(other, NoisyVotes) and self.noise_multiplier >= other.noise_multiplier
 
     def group_loss(self, size: int, grid: float) -> tuple[PrivacyLossDistribution, int] | None:
-        """Return the loss when `size` records change at most so many models."""
+        """Return the loss when `size` records change at most `size` models."""
         return _exact_loss(self, size, grid)
 
     @property

@@ -61,13 +61,13 @@ class StepPlan:
 
     @property
     def most_sampled_class(self) -> int:
-        """Return the class of the largest rate, the one whose records pay most; 0 without rates."""
+        """Return the class with the largest rate; 0 without rates."""
         rates = self.class_rates
         return 0 if rates is None else rates.rates.index(rates.largest)
 
     @property
     def rates_by_class(self) -> tuple[float, ...] | None:
-        """Return the sampling rates by class; None where all records have one rate."""
+        """Return the sampling rates by class; None if all records have one rate."""
         return None if self.class_rates is None else self.class_rates.rates
 
     @property
@@ -117,10 +117,10 @@ class UserUnit:
         )
 
 
-# Names in a plan's hash. All keys of a run are derived from it, so another name is other bits.
+# Names in a plan's hash. All keys of a run are derived from it, so new names would change the bits.
 _HASHED_AS = {"adjacency": "neighbours", "user": "group"}
 
-# What phases say of records, and of users where these are the unit.
+# Phrases of phases about records, and about users if these are the unit.
 _IN_GROUPS = (
     ("every record joins", "every user joins"),
     ("held-out record", "held-out user"),
@@ -180,9 +180,12 @@ class PrivacyPlan:
 
     def __post_init__(self) -> None:
         check_count("records", self.records)
-        if self.nominal and any(phase.has_batch_cap for phase in walk_phases(self.phases)):
-            raise ValueError("what a capped batch costs depends on the true number of records")
         capped = any(phase.has_batch_cap for phase in walk_phases(self.phases))
+        if self.nominal and capped:
+            raise ValueError(
+                "the cost of a capped batch depends on the true number of records: batch_cap does "
+                "not go with a declared number"
+            )
         if self.user is not None and (
             self.nominal or capped or self.adjacency != "add-or-remove-one"
         ):
@@ -256,7 +259,7 @@ class PrivacyPlan:
 
     @property
     def num_queries(self) -> int:
-        """Return how many answers may be given in addition to the loop, an int; 0 if none."""
+        """Return the number of answers in addition to the loop, an int; 0 if none."""
         return sum(phase.num_queries for phase in self.phases)
 
     @property
@@ -392,31 +395,19 @@ class PrivacyPlan:
             steps: number of steps taken; None for all.
 
         Returns:
-            A dp_accounting `DpEvent`. With parallel parts, the event of the part that costs most at
-            the plan's delta.
+            A dp_accounting `DpEvent`. With parallel parts, the event of the part with the largest
+            epsilon at the plan's delta.
 
         Raises:
             ValueError: the plan has fewer steps.
         """
-        return self.worst_event(self._events_of_first(steps))
-
-    def worst_event(self, paths: Sequence[dpa.DpEvent]) -> dpa.DpEvent:
-        """Return the event with the largest epsilon at the plan's delta.
-
-        Args:
-            paths: one dp_accounting `DpEvent` for each path of a record, at least one.
-
-        Returns:
-            One `DpEvent` of `paths`.
-        """
         from dpdist.privacy import accounting
 
-        if len(paths) == 1:
-            return paths[0]
-        costs = [
-            accounting.compute_epsilon([path], self.delta, self.adjacency)[0] for path in paths
-        ]
-        return paths[costs.index(max(costs))]
+        def epsilon(path: dpa.DpEvent) -> float:
+            return accounting.compute_epsilon([path], self.delta, self.adjacency)[0]
+
+        paths = self._events_of_first(steps)
+        return paths[0] if len(paths) == 1 else max(paths, key=epsilon)
 
     def guarantee(self, steps: int | None = None, delta: float | None = None) -> Guarantee:
         """Return the proved guarantee of the first steps.
@@ -557,7 +548,7 @@ class PrivacyPlan:
             "clip_norm": "inf" if math.isinf(self.clip_norm) else self.clip_norm,
             "adjacency": self.adjacency,
         }
-        # Named only where it holds: other plans keep the fingerprint they had without it.
+        # Named only if it is set: other plans keep the fingerprint they had without it.
         record |= {"nominal": True} if self.nominal else {}
         return record if self.user is None else record | {"user": asdict(self.user)}
 
@@ -589,7 +580,7 @@ class PrivacyPlan:
 
 
 def parse_plan(record: Any, context: str) -> PrivacyPlan:
-    """Return the plan of a JSON form. Raises UserError for a form that is none."""
+    """Return the plan of a JSON form. Raises UserError for an invalid form."""
     try:
         return PrivacyPlan.from_dict(record)
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
@@ -614,10 +605,10 @@ def group_delta_by_lemma(epsilon: float, delta: float, group_size: int) -> float
 
 
 def group_pld(plan: PrivacyPlan, group_size: int) -> tuple[PrivacyLossDistribution, float] | None:
-    """Return the exact loss of `group_size` records that come or go together, or None.
+    """Return the exact loss of `group_size` records that come or go together, in both directions.
 
-    It is given in both directions, with the delta that rounding may have lost. None where a
-    phase has no exact loss, or nothing is private.
+    Also returns the delta that rounding may have lost. None if a phase has no exact loss, or
+    nothing is private.
     """
     from dp_accounting.pld import privacy_loss_distribution as library
 

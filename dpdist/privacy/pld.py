@@ -154,7 +154,7 @@ def compute_privacy_loss(event: dpa.DpEvent, adjacency: Neighbors, grid: float) 
 
 
 def rounding_delta(releases: int) -> float:
-    """Return the delta that is charged for the rounding of so many composed releases."""
+    """Return the delta that is charged for the rounding of composed releases."""
     return _ROUNDING * releases
 
 
@@ -241,9 +241,9 @@ def _cached_selection_pld(
 def _self_compose_or_none(
     loss: PrivacyLossDistribution, count: int
 ) -> PrivacyLossDistribution | None:
-    """Return the distribution composed `count` times, or None.
+    """Return the distribution composed `count` times.
 
-    None where hardly anything finite is left, which the library cannot compose.
+    None if hardly any finite loss is left, which the library cannot compose.
     """
     if loss.get_delta_for_epsilon(math.inf) > 1 - 1e-6:
         return None
@@ -427,7 +427,7 @@ def truncated_gaussian_pld(
 
 
 _POINTS = 10_000  # at which the maximum over t is bounded, for each term; any number is sound
-_LOSSES = 10_000  # of one run that are told apart, about; any number is sound
+_LOSSES = 10_000  # of one run that are distinguished, about; any number is sound
 _SUPPORT = 1_024  # losses of the result on each side of zero
 _SLACK = 1e-13  # relative, for what rounding may take from the highest lines
 _NEGLIGIBLE = 1e-15  # deltas below the accuracy of a composed distribution

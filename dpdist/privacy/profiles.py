@@ -54,7 +54,7 @@ class LossPmf:
         return self.probabilities * np.exp(-np.clip(self.steps * self.grid, -700, 700))
 
     def coarsen(self, factor: int) -> LossPmf:
-        """Return the losses on a grid so many times as wide, of a pair that dominates this one.
+        """Return the losses on a grid `factor` times as wide, of a pair that dominates this one.
 
         Each probability goes to the two nearest losses so that Q and Q' keep their mass: the
         profile stays where it is there, and between them becomes the chord in e^epsilon.
@@ -80,7 +80,7 @@ class LossPmf:
         return profile
 
     def profile_at(self, steps: np.ndarray) -> np.ndarray:
-        """Return the profile at losses steps * grid, also outside of its own: float64 (m,)."""
+        """Return the profile at losses steps * grid, also outside its own range: float64 (m,)."""
         index = steps - self.lower_loss
         inside = np.clip(index, 0, len(self.probabilities) - 1)
         values = np.where(
@@ -226,7 +226,7 @@ def profile_exceeds(
 
     False proves that `limit` dominates whatever has this loss: both profiles are linear in
     e^epsilon between the points of their one grid, so they are compared at these points; below
-    zero each direction is told by the other one.
+    zero each direction follows from the other one.
     """
     sides = [_both_directions(loss), _both_directions(limit)]
     steps = _common_steps(sides)

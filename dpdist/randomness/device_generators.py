@@ -1,13 +1,13 @@
-"""Random words made on the device where they are used: Philox4x32-10 and ChaCha20 on tensors.
+"""Random words computed on the device where they are used: Philox4x32-10 and ChaCha20.
 
-Both are integer operations on tensors, so that a GPU makes the words that a CPU makes.
+Both are integer operations on tensors, so that a GPU has the same words as a CPU.
 
 Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC
-2011) passes the batteries of statistical tests and is no cipher: an adversary that sees words can
-search for the key. It is good for noise that is counted and whose seed is published with the
-counts, not for noise that protects records. ChaCha20 (RFC 8439, section 2.3) is for that: its
-words are those of `dpdist.randomness.keys.stream_words`, bit for bit, with the same counter and a
-key of 256 bits. A CPU has a faster cipher there; this one is for GPUs, where no word crosses over.
+2011) passes statistical tests and is not a cipher: an adversary that sees words can search for the
+key. It suits noise of counts whose seed is published, not noise that protects records. ChaCha20
+(RFC 8439, section 2.3) protects records: its words are those of
+`dpdist.randomness.keys.stream_words`, bit for bit, with the same counter and a key of 256 bits. A
+CPU uses a faster cipher; this one is for GPUs, where no word crosses over.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ from dpdist.randomness.keys import KEY_BYTES, stream_words
 # --- Philox -----------------------------------------------------------------------------------
 
 
-PHILOX_KEY_BYTES = (
-    20  # of a unit's key: 64 bits are the generator's key, 96 the counter above the place
-)
+PHILOX_KEY_BYTES = 20  # of a unit's key: 64 bits of key, 96 bits of counter above the place
 _WORD = 0xFFFFFFFF
 _ROUNDS = 10
 _FACTORS = 0xD2511F53, 0xCD9E8D57
@@ -67,8 +65,7 @@ def _product(word: Any, which: int) -> tuple[Any, Any]:
 def philox_words(key: bytes, first: int, count: int, device: torch.device) -> tuple[Tensor, ...]:
     """Return four words, int64 (count,) each, of the places from `first` in the key's stream.
 
-    A stream has 2^32 places. Keys that differ in `KEY_BYTES` have streams without a place in
-    common.
+    A stream has 2^32 places. Keys that differ in their first 20 bytes have disjoint streams.
     """
     if first < 0 or first + count > 1 << 32:
         raise ValueError(f"a stream has 2^32 places, not {first + count}")
@@ -79,7 +76,7 @@ def philox_words(key: bytes, first: int, count: int, device: torch.device) -> tu
 
 @cache
 def check_philox(device: torch.device) -> None:
-    """Raise UserError unless the device gives the published words."""
+    """Raise UserError unless the device returns the published words."""
     for counter, key, known in PHILOX_TEST_VECTORS:
         made = philox(tuple(torch.tensor([word], device=device) for word in counter), key)
         if tuple(int(word) for word in made) != known:
@@ -99,7 +96,7 @@ _CHECKED = (0, 1037), (_SIGN - 3, 7), (_BLOCKS - 2, 2)  # first block and how ma
 
 
 class ChaChaBlocks:
-    """Buffers on a device for so many blocks of words, and for intermediate results."""
+    """Buffers on a device for blocks of words, and for intermediate results."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self.count, self.device = count, device
@@ -110,8 +107,8 @@ class ChaChaBlocks:
     def fill(self, key: bytes, first: int) -> Tensor:
         """Return the blocks from number `first`: int32 (16, count), overwritten by the next call.
 
-        Word w of block b is bits 32 w to 32 w + 31 of it, as a signed number. Raises
-        ValueError beyond the stream's 2^32 blocks: its counter would begin again.
+        Word w of block b is bits 32 w to 32 w + 31 of it, as a signed number. Raises ValueError
+        beyond the stream's 2^32 blocks, where the counter would restart.
         """
         if first < 0 or first + self.count > _BLOCKS:
             raise ValueError(f"a key's stream has 2^32 blocks, not {first + self.count}")
@@ -132,7 +129,7 @@ class ChaChaBlocks:
         return self._words
 
     def _start(self, key: bytes) -> Tensor:
-        """Return the first state of every block, its counter left out: int32 (16, 1)."""
+        """Return the first state of every block without its counter: int32 (16, 1)."""
         if len(key) != KEY_BYTES:
             raise ValueError(f"a key has {KEY_BYTES} bytes, got {len(key)}")
         numbers = [*_CONSTANTS, *struct.unpack("<8i", key), 0, 0, 0, 0]
@@ -154,8 +151,8 @@ def _quarter_round(a: Tensor, b: Tensor, c: Tensor, d: Tensor, free: Tensor) -> 
 def _rotated(row: Tensor, left: int, out: Tensor) -> Tensor:
     """Return `row` with each word rotated.
 
-    Words are signed: a shift to the right brings in their sign, which is cut off; the part of a
-    product or sum beyond 32 bits is lost, as `check` makes sure.
+    Words are signed: a right shift brings in their sign, which is masked out; the part of a product
+    or sum beyond 32 bits is lost, as `check_chacha20` verifies.
     """
     torch.bitwise_right_shift(row, 32 - left, out=out)
     out &= (1 << left) - 1
@@ -164,7 +161,7 @@ def _rotated(row: Tensor, left: int, out: Tensor) -> Tensor:
 
 @cache
 def check_chacha20(device: torch.device) -> None:
-    """Raise UserError unless the device gives the words that the CPU's cipher gives.
+    """Raise UserError unless the device returns the words of the CPU's cipher.
 
     They are compared at the beginning, in the middle and at the end of a stream.
     """

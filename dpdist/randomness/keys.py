@@ -2,14 +2,14 @@
 
 A key is derived with keyed BLAKE2b from the run key and labels (purpose, fingerprints, trial,
 attempt epoch, step, ...) and expanded with ChaCha20, a counter-based generator that can be entered
-at any position. So a worker draws exactly the bits of its own records, and any number of workers
-draws the same batch and the same noise. torch.manual_seed is not used for secrets: torch's CPU
+at any position. So a worker computes exactly the bits of its own records, and any number of workers
+has the same batch and the same noise. torch.manual_seed is not used for secrets: torch's CPU
 generator maps seeds that are equal modulo 2**32 to one stream.
 
 A random unit is the noise of one canonical block, a pure function of its name: purpose, seed,
 model, data, input, sigma, stage, block. The name is hashed by BLAKE2b into the key and the counter
-of AES-128 in counter mode, so no two units share a stream, no width is lost, and any worker can
-make any block again. On devices the same key opens a stream of another generator
+of AES-128 in counter mode, so no two units share a stream, no bits are lost, and any worker can
+recompute any block. On devices the same key opens a stream of a different generator
 (`dpdist.randomness.device_generators`).
 """
 
@@ -88,7 +88,7 @@ class WordReader:
 
 
 def _stream(key: bytes, start: int) -> CipherContext:
-    """Return the cipher, before word number `start`: it turns zeros into words."""
+    """Return the cipher at word number `start`, which encrypts zeros to words."""
     first_block, skip = divmod(start * 8, _BLOCK)
     # The 16-byte nonce begins with the initial block counter, little-endian.
     nonce = first_block.to_bytes(8, "little") + bytes(8)
@@ -103,12 +103,12 @@ def _stream(key: bytes, start: int) -> CipherContext:
 SELECT, ESTIMATE, CHECK = "select", "estimate", "check"
 Generator = Literal["aes", "philox"]  # of the numbers of a unit: `dpdist.certification.inference`
 _PAD = 16  # the cipher writes whole blocks
-_ZEROS = memoryview(bytes(1 << 16))  # what is enciphered at a time; it stays in the cache
+_ZEROS = memoryview(bytes(1 << 16))  # encrypted at a time; it stays in the cache
 
 
 @dataclass(frozen=True)
 class StreamKeys:
-    """Keys of the random units of one run. seed: drawn after the model was frozen, any string."""
+    """Keys of the random units of one run. seed: any string, drawn after the model was frozen."""
 
     purpose: str
     seed: str
@@ -118,7 +118,7 @@ class StreamKeys:
     sigma: float
 
     def key(self, index: int | None, stage: str, block: int) -> bytes:
-        """Return 32 bytes for one block of one input; index None: of no input."""
+        """Return 32 bytes for one block of an input; index None for all inputs."""
         digest = hashlib.blake2b(digest_size=32, person=b"dpdist.certify.1")
         for part in (
             self.purpose,
@@ -143,7 +143,7 @@ class AesWords:
         self._raw = bytearray(_PAD)
 
     def fill(self, key: bytes, count: int) -> np.ndarray:
-        """Return so many words, uniform on [-2^31, 2^31); the next call overwrites them."""
+        """Return `count` words, uniform on [-2^31, 2^31); the next call overwrites them."""
         size = 4 * count
         if len(self._raw) < size + _PAD:
             self._raw = bytearray(size + _PAD)

@@ -1,11 +1,10 @@
 """Describe the location of a model's noise at prediction: input, first layer, modules or none.
 
 The model's own forward pass draws nothing. One draw of the randomized classifier takes standard
-normals, independent for every record, and every user makes it in the same way: evaluation and
-attacks by `logits`, certificates and counts by `cut`. Input noise followed by noise further inside
-is randomized smoothing of the input at `sigma`: what follows is post-processing. Noise on
-parameters belongs to training alone (`dpdist.gradients.perturbations`). A new location is a class
-in `NOISE_LOCATIONS`.
+normals, independent for every record: in evaluation and attacks by `logits`, in certificates and
+counts by `split`. Input noise followed by noise further inside is randomized smoothing of the input
+at `sigma`: all later noise is post-processing. Noise on parameters is used in training only
+(`dpdist.gradients.perturbations`). A new location is a class in `NOISE_LOCATIONS`.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NoiseSplit:
-    """A network split at its noise: one draw is rest(first(x) + std * normals).
+    """A network split at its noise: one draw is after_noise(before_noise(x) + std * normals).
 
-    before_noise: None where the noise is on the input itself. std: one number, or float32 of the
+    before_noise: None if the noise is on the input itself. std: one number, or float32 of the
     shape of one example's noise.
     """
 
@@ -38,12 +37,12 @@ class NoiseSplit:
 class NoiseLocation:
     """The location of a classifier's noise at prediction.
 
-    kind: names it in tables and keys. certified_kind: the kind of the place that a certificate of
-    the same classifier names. is_random: whether there is noise at all. smoothing_sigma: standard
-    deviation of the noise on the input, in input units; None where there is none. has_inner_noise:
-    there is noise behind the input that stays when the input is smoothed. predicts_by_vote: whether
-    the randomized classifier answers with the class that most draws say; otherwise with that of the
-    largest mean score, as the certificates of the same noise do.
+    kind: its name in tables and keys. certified_kind: the kind in certificates of the same
+    classifier. is_random: whether there is noise. smoothing_sigma: standard deviation of the noise
+    on the input, in input units; None without noise on the input. has_inner_noise: whether noise
+    after the input stays when the input is smoothed. predicts_by_vote: whether the randomized
+    classifier predicts the class of most draws; if not, the class of the largest mean score, as in
+    the certificates of the same noise.
     """
 
     kind: ClassVar[str]
@@ -76,7 +75,7 @@ class NoiseLocation:
     def logits(self, model: nn.Module, x: Tensor, normals: Tensor | None) -> Tensor:
         """Return logits (B, classes) for inputs (B, ...) and normals (B, *normals_shape).
 
-        Without normals the model is quiet.
+        Without normals there is no noise.
         """
         raise NotImplementedError
 
@@ -92,7 +91,7 @@ class NoiseLocation:
         return ModuleNoise({}, input_std=self.smoothing_sigma or 0.0)
 
     def as_first_layer_noise(self) -> HiddenNoise:
-        """Return the noise behind the first layer alone. Raises UserError where it is elsewhere."""
+        """Return the noise after the first layer. Raises UserError if there is noise elsewhere."""
         raise UserError("the model has no noise of its own; give the sigma of input noise")
 
     def first_affine_noise(
@@ -100,8 +99,8 @@ class NoiseLocation:
     ) -> HiddenNoise | None:
         """Return the noise on the outputs of the model's first affine layer, or None.
 
-        None unless every component gets some noise, and all that follows sees the input
-        through that layer alone.
+        None unless every component gets noise, and the rest of the model sees the input only
+        through that layer.
         """
         return None
 
@@ -110,7 +109,7 @@ class NoiseLocation:
 
     @classmethod
     def describe_classifier(cls, sigma: float | None) -> str:
-        """Return the kind of classifier that this noise makes of a network, in words."""
+        """Return the kind of the classifier with this noise, as text."""
         raise NotImplementedError
 
 
@@ -175,7 +174,7 @@ class HiddenNoise(NoiseLocation):
 
     Used by PixelDP, HGM-PixelDP and Secure-SGD.
 
-    module: its name in ``model.named_modules()``; `split` takes it to be the first affine layer.
+    module: its name in ``model.named_modules()``; for `split` it is the first affine layer.
     std: float32, the shape of one example's output.
     """
 
@@ -196,7 +195,7 @@ class HiddenNoise(NoiseLocation):
         return squares / squares.mean()
 
     def with_input_noise(self, sigma: float) -> NoiseLocation:
-        """Return the location with both noises: its own stays."""
+        """Return the location with both its own noise and noise on the input."""
         return replace(self.as_module_noise(), input_std=sigma)
 
     def split(self, model: nn.Module, input_shape: tuple[int, ...]) -> NoiseSplit:
@@ -253,11 +252,11 @@ class ModuleNoise(NoiseLocation):
 
     Used by residual perturbation and sound StoBatch.
 
-    stds: deviation by the module's name in ``model.named_modules()``, public; float32 of the shape
-    of one example's output where components differ. mode: how a module's output takes its noise
-    (`dpdist.randomness.noisy_modules.MODES`). input_std: on the input, in input units. floor:
-    multiplicative noise is at least that of an output of this size. The normals of a draw are one
-    row: those of the input, then of each module in turn.
+    stds: standard deviation by the module's name in ``model.named_modules()``, public; float32 of
+    the shape of one example's output if components differ. mode: form of the noise on a module's
+    output (`dpdist.randomness.noisy_modules.MODES`). input_std: standard deviation of the noise on
+    the input, in input units. floor: least size of an output in multiplicative noise. The normals
+    of a draw are one row: those of the input, then of each module in turn.
     """
 
     stds: Mapping[str, float | Tensor]
@@ -273,7 +272,7 @@ class ModuleNoise(NoiseLocation):
 
         if self.mode not in MODES:
             known = ", ".join(MODES)
-            raise UserError(f"noise in modules: mode must be one of {known}, got {self.mode!r}")
+            raise UserError(f"noise in modules: mode: must be one of {known}, got {self.mode!r}")
         others = (("the input", self.input_std), ("modules, its floor", self.floor))
         for where, std in (*self.stds.items(), *others):
             if not _usable(std):
@@ -344,7 +343,7 @@ class ModuleNoise(NoiseLocation):
 
         stds = [std for std in self.stds.values() if isinstance(std, float | int)]
         if len(stds) < len(self.stds):
-            raise UserError("noise in modules: a model's own is one number for each module")
+            raise UserError("noise in modules: a model stores one number for each module")
         noise = BlockNoise(tuple(self.stds), self.mode, self.floor)
         attach_block_noise(model, noise, stds, self.input_std)
 
@@ -380,8 +379,8 @@ def find_noise_location(model: nn.Module) -> NoiseLocation:
 def resolve_smoothing_sigma(model: nn.Module, sigma: float | None, context: object) -> float | None:
     """Return the input noise to smooth with: the requested one, or the model's own.
 
-    None for a model that is random elsewhere. Raises UserError, which names `context`, when there
-    is no noise at all.
+    None for a model that is random elsewhere. Raises UserError, which names `context`, for a model
+    without noise.
     """
     place = find_noise_location(model)
     if sigma is None and not place.is_random:

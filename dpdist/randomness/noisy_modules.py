@@ -1,7 +1,7 @@
-"""Apply noise to the outputs of modules, and split a network there.
+"""Apply noise to the outputs of modules, and split a network at its noise.
 
-Several noises of one draw are packed into one row with the input, so that counting, attacking and
-certifying a network with noise in several places works as with noise in one.
+The noises of one draw are packed into one row with the input, so that counting, attacks and
+certificates work for noise in several places as for noise in one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,6 @@ _TINY = 1e-12  # a variance, below which an output is constant
 Std = float | Tensor  # one number, or of the shape of one example's output
 
 
-def _additive(output: Tensor, normals: Tensor, std: Std, floor: float) -> Tensor:
-    return output + std * normals
-
-
 def _multiplicative(output: Tensor, normals: Tensor, std: Std, floor: float) -> Tensor:
     size = output.abs().clamp_min(floor)
     return output + std * torch.where(output < 0, -size, size) * normals
@@ -35,10 +31,10 @@ def _relative(output: Tensor, normals: Tensor, std: Std, floor: float) -> Tensor
     return output + std * own.view(-1, *[1] * (output.dim() - 1)) * normals
 
 
-# How an output h takes its noise: h + std n; h + std sgn(h) max(|h|, floor) n, with floor 0
-# h (1 + std n); h + std s n, where s is the standard deviation over one record's h.
+# Output h with noise n: h + std n; h + std sgn(h) max(|h|, floor) n, with floor 0 h (1 + std n);
+# h + std s n, where s is the standard deviation over one record's h.
 MODES: dict[str, Callable[[Tensor, Tensor, Std, float], Tensor]] = {
-    "additive": _additive,
+    "additive": lambda output, normals, std, floor: output + std * normals,
     "multiplicative": _multiplicative,
     "relative": _relative,
 }
@@ -47,7 +43,7 @@ MODES: dict[str, Callable[[Tensor, Tensor, Std, float], Tensor]] = {
 def perturb_output(
     output: Tensor, normals: Tensor, std: Std, mode: str, floor: float = 0.0
 ) -> Tensor:
-    """Return outputs (B, ...) with noise in one of `MODES`; row b depends on row b alone."""
+    """Return outputs (B, ...) with noise in one of `MODES`; row b depends on row b only."""
     own = std.to(output) if isinstance(std, Tensor) else std
     return MODES[mode](output, normals, own, floor)
 
@@ -122,7 +118,7 @@ def split_at_module_noise(
 
 
 class _FlattenWithZeros(nn.Module):
-    """Inputs (B, ...) as rows, with zeros in place of the modules' normals."""
+    """Inputs (B, ...) as rows, with zeros for the modules' normals."""
 
     def __init__(self, num_zeros: int) -> None:
         super().__init__()

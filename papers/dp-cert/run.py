@@ -94,11 +94,11 @@ class Row:
 
     @property
     def task(self) -> tuple[str, float]:
-        """Data set and sigma."""
+        """Return the data set's name and sigma."""
         return ("CIFAR-10" if self.recipe in PHOTOGRAPHS else "MNIST", self.sigma)
 
     def runs(self) -> list[str]:
-        """Names of its run folders."""
+        """Return the names of its run folders."""
         return [f"{self.name}-{k}" for k in range(self.repeats)]
 
 
@@ -349,7 +349,7 @@ class Bench:
         self.runs = self.out / "runs"
 
     def recipe(self, row: Row, name: str) -> Path:
-        """The row's recipe as a file of its own."""
+        """Write the row's recipe into a file and return its path."""
         found = load_recipe(find_recipe(row.recipe), {**self._changes(row), "name": name})
         path = self.out / "recipes" / f"{name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -378,11 +378,11 @@ class Bench:
         return changes
 
     def make(self, row: Row, name: str) -> None:
-        """One `dpdist run`."""
+        """Execute `dpdist run` for one run folder."""
         self._dpdist("run", str(self.recipe(row, name)))
 
     def certify_all(self, name: str) -> None:
-        """All test images, at the recipe's radii, noise and n; and at 0, which needs few draws."""
+        """Certify all test images at the recipe's radii, and at 0, which needs few samples."""
         for radii in ([], ["--radii", f"{NEAR_ZERO:g}"]):
             self._dpdist(
                 "certify",
@@ -408,8 +408,8 @@ class Bench:
 
 
 def tables_of(facts: RunResults, more: bool) -> list[CertificateTable]:
-    """The run's tables of the evenly spaced images that its recipe certifies; or (more) the others,
-    of all images.
+    """Return the run's tables of the evenly spaced images that its recipe certifies, or with `more`
+    those of all images.
     """
     assert facts.evaluation is not None and facts.recipe.certify is not None
     spaced = math.ceil(facts.evaluation["inputs"] / facts.recipe.certify.every)
@@ -417,7 +417,7 @@ def tables_of(facts: RunResults, more: bool) -> list[CertificateTable]:
 
 
 def certified(facts: RunResults, more: bool, radii: Iterable[float]) -> dict[float, float]:
-    """The share certified at each of the radii that those tables decide."""
+    """Return the certified accuracy at each of the radii that those tables decide."""
     found = {}
     for radius in radii:
         for each in tables_of(facts, more):
@@ -427,14 +427,12 @@ def certified(facts: RunResults, more: bool, radii: Iterable[float]) -> dict[flo
 
 
 def percent(values: list[float]) -> str:
-    """The mean, and the range of several."""
+    """Return the mean in percent, with the range if there are several."""
     return mean_and_range([100 * value for value in values])
 
 
 def table(bench: Bench) -> str:
-    """Markdown: for each sigma the evenly spaced images, then all of them, the published figures
-    first.
-    """
+    """Return Markdown: by sigma the published figures, evenly spaced images, then all of them."""
     lines: list[str] = []
     for task, published in PUBLISHED.items():
         cells = ["published (DP-CERT)", "3.0" if task[0] == "CIFAR-10" else "2.9", "1e-6", ""]
@@ -465,7 +463,7 @@ def table(bench: Bench) -> str:
 
 
 def results(bench: Bench) -> list[dict[str, Any]]:
-    """A line for each table of each run: shares of the `n` images that are right and certified."""
+    """Return a line for each table of each run: the shares of `n` images certified correctly."""
     found = []
     done = [(row, name) for row in ROWS for name in row.runs() if bench.done(name)]
     for row, name in done:
@@ -486,10 +484,10 @@ def results(bench: Bench) -> list[dict[str, Any]]:
 
 
 def figure(lines: list[dict[str, Any]]) -> str:
-    """SVG: what is not certified at radius 0.5 by epsilon, on the evenly spaced images."""
+    """Return an SVG: the share not certified at radius 0.5 by epsilon, evenly spaced images."""
 
     def points(*names: str) -> list[tuple[float, float]]:
-        """The mean of each row, by epsilon."""
+        """Return (epsilon, mean) of each row."""
         found: dict[float, list[float]] = {}
         for line in lines:
             if line["row"] in names and line["n"] == 500:

@@ -156,7 +156,7 @@ def _pictures(name: str, user: str | None) -> _Source:
 
 
 def _saved(folder: Path) -> tuple[nn.Module, tuple[int, ...]]:
-    """A network that dpdist wrote, and the shape of its inputs."""
+    """Return a network that dpdist wrote, and the shape of its inputs."""
     spec = models.read_spec(folder)
     if spec.has_noise:
         raise UserError(f"--model: {folder}: must answer without noise; take another network")
@@ -247,7 +247,7 @@ def _write_split(
 
 
 def _fitted(records: data.Dataset, rows: slice, shape: tuple[int, ...], resize: int | None) -> Any:
-    """Inputs (B, *shape) float32, pictures of another size brought to it."""
+    """Return inputs (B, *shape) float32, resizing pictures of another size."""
     import torch
 
     if records.input_shape == shape and resize is None:

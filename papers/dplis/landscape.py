@@ -187,7 +187,7 @@ def draw(losses: Sequence[float], path: Path) -> None:
 def measured(
     recipe: Recipe, folder: RunFolder, inputs: int, iterations: int, picture: Path | None
 ) -> str:
-    """The table of a run's minimum on its first test inputs; its picture goes into a file."""
+    """Return the table of a run's minimum on its first test inputs, and write its picture."""
     model = load_model(recipe, folder)
     dataset = load_test_records(recipe, data_source(recipe)).first(inputs)
     batch, targets = dataset.batch(slice(None)), dataset.targets(slice(None))

@@ -77,7 +77,7 @@ SWEEPS: dict[str, dict[str, dict[str, Any]]] = {
 
 @cache
 def proved(records: int, batch: int, noise: float, steps: int, delta: float) -> float:
-    """The epsilon of so many steps."""
+    """Return the epsilon of `steps` steps."""
     plan = PrivacyPlan.dp_sgd(
         records=records, batch_size=batch, noise_multiplier=noise, steps=steps, delta=delta
     )
@@ -85,7 +85,7 @@ def proved(records: int, batch: int, noise: float, steps: int, delta: float) -> 
 
 
 def accuracy(model: torch.nn.Module, records: Dataset) -> float:
-    """In per cent."""
+    """Return the accuracy in percent."""
     right = 0
     with torch.inference_mode():
         for start in range(0, len(records), 1000):
@@ -95,7 +95,7 @@ def accuracy(model: torch.nn.Module, records: Dataset) -> float:
 
 
 def reading(recipe: Recipe, steps: dict[str, int]) -> dict[str, Any]:
-    """Accuracies of one training after so many steps, by column."""
+    """Train once and return the accuracies after `steps[column]` steps, by column."""
     found: dict[str, Any] = {"test": {}, "train": {}, "steps": steps, "proved": {}}
     with tempfile.TemporaryDirectory(prefix="dpdist-dplis-") as place:
         job = prepare(recipe, RunFolder(Path(place) / "run"), recipe.name)
@@ -116,8 +116,9 @@ def reading(recipe: Recipe, steps: dict[str, int]) -> dict[str, Any]:
 def small_trainings(
     sweeps: list[str], seeds: int, only: int | None
 ) -> Iterator[tuple[dict[str, Any], Recipe, Any]]:
-    """Name, recipe and steps of each, a seed of all rows after the other. only: so many steps in
-    place of those of the budgets.
+    """Yield name, recipe and steps of each training: all rows of one seed, then of the next.
+
+    With `only`, each training takes that many steps instead of those of the budgets.
     """
     steps = {f"ε {epsilon:.2f}": count for epsilon, count in BUDGETS.items()}
     setting = SETTING
@@ -133,7 +134,7 @@ def small_trainings(
 
 
 def full_trainings(given: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Recipe, Any]]:
-    """The same, of rows as published."""
+    """Yield the same for rows as published."""
     about = yaml.safe_load((HERE / "published.yaml").read_text())
     items = {item["id"]: item for item in about["items"] if "at" in item}
     if given.item not in items:

@@ -33,7 +33,7 @@ from dpdist.training.job import prepare
 
 
 def training(name: str, change: dict[str, Any], root: Path) -> dict[str, float]:
-    """Accuracy of one, in %; of next tokens their perplexity too."""
+    """Train once and return the accuracy in percent, for language models also the perplexity."""
     recipe = load_recipe(
         find_recipe(name), change | {"data.root": str(root.resolve()), "resources.workers": 1}
     )

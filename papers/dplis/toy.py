@@ -28,7 +28,7 @@ RUNS = 1000
 
 
 def _parts(theta: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Distances (..., 2), of which the flat minimum's is first, directions and losses of both."""
+    """Return distances (..., 2), directions and losses for the flat and the sharp minimum."""
     apart = np.stack([theta - FLAT, theta - SHARP], -2)
     distance = np.maximum(np.linalg.norm(apart, axis=-1), 1e-9)
     scaled = distance * [1 / 5, 2 / 5]
@@ -36,14 +36,14 @@ def _parts(theta: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 def loss(theta: np.ndarray) -> np.ndarray:
-    """Of parameters (..., 2)."""
+    """Return the losses (...) of parameters (..., 2)."""
     distance, _, parts = _parts(theta)
     weight = expit((distance[..., 1] - distance[..., 0]) / 2)
     return weight * parts[..., 0] + (1 - weight) * parts[..., 1]
 
 
 def gradient(theta: np.ndarray) -> np.ndarray:
-    """Of parameters (..., 2), the same shape."""
+    """Return the gradients (..., 2) at parameters (..., 2)."""
     distance, toward, parts = _parts(theta)
     scale = np.array([1 / 5, 2 / 5])
     slopes = parts * (1 - parts) * (scale + 1 / (scale * distance**2))
@@ -54,7 +54,7 @@ def gradient(theta: np.ndarray) -> np.ndarray:
 
 
 def train(smoothing: float, runs: int = RUNS, seed: int = 0) -> np.ndarray:
-    """Where `runs` trainings end, (runs, 2). smoothing: standard deviation of the draws."""
+    """Return where trainings end, (runs, 2); `smoothing` is the noise's standard deviation."""
     rng = np.random.default_rng(seed)
     theta = START * rng.standard_normal((runs, 2))
     for _ in range(STEPS):
@@ -70,13 +70,13 @@ def train(smoothing: float, runs: int = RUNS, seed: int = 0) -> np.ndarray:
 
 
 def nearer_flat(theta: np.ndarray) -> float:
-    """The share of parameters that is nearer to the flat minimum."""
+    """Return the share of parameters that are nearer to the flat minimum."""
     distance, _, _ = _parts(theta)
     return float((distance[:, 0] < distance[:, 1]).mean())
 
 
 def draw(ends: dict[str, np.ndarray], path: Path) -> None:
-    """The loss, where trainings end, and their losses."""
+    """Draw the loss, where trainings end, and their losses."""
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(2, len(ends), figsize=(4 * len(ends), 6.5))

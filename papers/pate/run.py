@@ -48,7 +48,7 @@ SMALL = {
 
 
 def student(raw: dict[str, Any], votes: Path, key: bytes, home: Path) -> dict[str, Any]:
-    """Epsilon, the share of labels that are right, the student's accuracy on the test split."""
+    """Train a student; return epsilon, the share of correct labels and the test accuracy."""
     recipe, folder = parse_recipe(raw, "benchmark"), RunFolder(home)
     folder.create_or_open(recipe)
     write_atomic(folder.run_key, key.hex())

@@ -34,7 +34,7 @@ QUICK: dict[str, Any] = {
 def variants(
     recipe: Recipe, records: int | None, epsilon: float | None, epochs: int | None = None
 ) -> list[Recipe]:
-    """The recipe on so many records, for so many epochs, and the same with DP-SGD at epsilon."""
+    """Return the recipe with these records and epochs, and the same with DP-SGD at `epsilon`."""
     raw = recipe.model_dump(mode="json")
     if records is not None:
         raw["data"]["max_train"] = records
@@ -52,7 +52,7 @@ def variants(
 
 
 def measure(recipe: Recipe, runs: Path, models: int, attacks: str, root: Path | None) -> list[str]:
-    """Lines of the table, from `dpdist audit --kind membership`."""
+    """Return lines of the table, from `dpdist audit --kind membership`."""
     path = runs / f"{recipe.name}.yaml"
     path.write_text(recipe.to_yaml())
     began = time.monotonic()

@@ -131,7 +131,7 @@ def _patient_rows(
 
 
 def _fit_bytes(path: Path, size: tuple[int, int], fit: Fit | None) -> bytes:
-    """A picture of this size, in colors: the file itself where it is one."""
+    """Return a color picture of this size: the file's own bytes if it is one already."""
     raw = read_bytes(path, _MOST_BYTES)
     try:
         pixels = decode_picture(raw)

@@ -146,7 +146,7 @@ LONG, QUERIED = 100, "En1, gamma 0.75"  # passes, of this row's first seed; else
 
 
 def recipe_of(data: str, row: str, given: argparse.Namespace, seed: int, part: float) -> Recipe:
-    """part: of the --records that are in the pool."""
+    """Return a row's recipe on the share `part` of the --records in the pool."""
     setting, changes = DATA[data], ROWS[data][row]
     raw: dict[str, Any] = {
         "name": "row",
@@ -176,9 +176,9 @@ def recipe_of(data: str, row: str, given: argparse.Namespace, seed: int, part: f
 
 
 def smaller(source: Path, root: Path, name: str, side: int, needed: Mapping[str, int]) -> Path:
-    """A data root with the data set of `source` at so many pixels a side, means of squares of the
-    original's, and no more records of a split than are needed (by place: the files are in random
-    order).
+    """Return a data root with the data set of `source` averaged down to `side` x `side` pixels.
+
+    Of each split it has the first `needed` records: the files are in random order.
     """
     for split, count in needed.items():
         path = root / name / f"{split}.parquet"
@@ -206,7 +206,10 @@ def scores_of(
     recipe: Recipe, plain: Recipe, game: Game, key: bytes, number: int, passes: tuple[int, ...],
     population: int,
 ) -> tuple[Scores, float]:  # fmt: skip
-    """Of one model of a bank, and the proved epsilon of its training. plain: of the shadow."""
+    """Return the scores of one model of a bank and the proved epsilon of its training.
+
+    `plain` is the recipe of the shadow models.
+    """
     records = len(records_with_canaries(recipe, data_source(recipe)))
     settings = Membership(game.name, game.models)
     both = [settings.plan_shadows(one, records)[0] for one in (recipe, plain)]
@@ -221,7 +224,7 @@ def key_of(*labels: object) -> bytes:
 
 
 def bank_of(models: list[Scores], passes: int) -> BankScores:
-    """A model without noise of its own says the same in every pass."""
+    """Stack the models' scores; a model without noise answers the same in every pass."""
     member = np.stack([one["member"] == 1 for one in models])
     count = member.shape[1]
 
@@ -233,7 +236,7 @@ def bank_of(models: list[Scores], passes: int) -> BankScores:
 
 
 def accuracies(scores: Scores, passes: int) -> tuple[float, float]:
-    """Of the members, and of test records."""
+    """Return the accuracies on members and on test records."""
     phi, top = (scores.get(f"{name}/{passes}", scores[f"{name}/1"]) for name in ("phi", "top"))
     right = expit(phi) >= top[:, 0] - 1e-9
     count = len(scores["member"])
@@ -241,7 +244,7 @@ def accuracies(scores: Scores, passes: int) -> tuple[float, float]:
 
 
 def plain_shadow(data: str, seed: int, given: argparse.Namespace, shadows: Path) -> Scores:
-    """Of the seed; made once, for all rows."""
+    """Return the scores of the seed's shadow model, made once for all rows."""
     kept = shadows / f"{data}-{'-'.join(str(getattr(given, key)) for key in SIZE)}-{seed}.npz"
     if not kept.exists():
         game, key = GAMES["quarters"](2), key_of("residual", data, seed)
@@ -299,7 +302,7 @@ def audit(data: str, row: str, seed: int, given: argparse.Namespace, shadows: Pa
 
 
 def inside(data: str, row: str, seed: int, given: argparse.Namespace, shadows: Path) -> Any:
-    """By DP-SGD on all records: accuracy on test records, and how members are told from them."""
+    """Train by DP-SGD on all records; return the test accuracy and the AUC of telling members."""
     recipe = recipe_of(data, row, given, seed, 1.0)
     with tempfile.TemporaryDirectory(prefix="dpdist-residual-") as place:
         folder = RunFolder(Path(place) / "run")
@@ -324,7 +327,7 @@ def inside(data: str, row: str, seed: int, given: argparse.Namespace, shadows: P
 
 
 def cost(data: str, row: str, seed: int, given: argparse.Namespace, shadows: Path) -> Any:
-    """Processor seconds of one training on a quarter of the records, set-up left out."""
+    """Measure CPU seconds of one training on a quarter of the records, without its set-up."""
     recipe = recipe_of(data, row, given, seed, 0.25)
     with tempfile.TemporaryDirectory(prefix="dpdist-residual-") as place:
         job = prepare(recipe, RunFolder(Path(place) / "run"), row)
@@ -393,7 +396,7 @@ def tables(found: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def make(given: argparse.Namespace) -> None:
-    """All results that are not there yet, the most telling first."""
+    """Make all missing results, the most informative first."""
     torch.set_num_threads(1)
     chosen, wanted = given.tasks.split(","), given.data.split(",")
     named = {DATA[data].get("data", {}).get("name", data) for data in wanted if data != "digits"}

@@ -28,13 +28,13 @@ STEPS, DT, QUERIES, SOLVER = 100, 0.01, 25, 9
 
 
 def picture(every: int = 4) -> np.ndarray:
-    """Every so many pixels of it on either side, by default float64 (107, 160, 3), in [0, 1]."""
+    """Return a picture in [0, 1] at every `every`-th pixel, by default float64 (107, 160, 3)."""
     return load_sample_image("china.jpg")[::every, ::every].astype(np.float64) / 255
 
 
 @cache
 def _swirl(rows: int, columns: int) -> np.ndarray:
-    """Which pixel of the flattened picture comes to each place."""
+    """Return which pixel of the flattened picture comes to each place."""
     i, j = np.ogrid[:rows, :columns]
     right = ((j + 50 * np.cos(2 * np.pi * i / 180)) % columns).astype(int)
     down = ((i + 50 * np.sin(2 * np.pi * i / 180)) % rows).astype(int)
@@ -42,32 +42,32 @@ def _swirl(rows: int, columns: int) -> np.ndarray:
 
 
 def field(x: np.ndarray) -> np.ndarray:
-    """The paper's swirl: linear, and no permutation (pixels are dropped and repeated)."""
+    """Apply the paper's swirl: linear, but no permutation (pixels are dropped and repeated)."""
     return x.reshape(-1, x.shape[2]).take(_swirl(*x.shape[:2]), 0)
 
 
 def noise(x: np.ndarray, gamma: float, times: bool, rng: np.random.Generator) -> np.ndarray:
-    """Of one step; times: multiplied with the pixels."""
+    """Draw the noise of one step; with `times` it is multiplied with the pixels."""
     drawn = gamma * np.sqrt(DT) * rng.standard_normal(x.shape)
     return x * drawn if times else drawn
 
 
 def forward(x: np.ndarray, gamma: float, times: bool, rng: np.random.Generator) -> np.ndarray:
-    """The features: with gamma 0 those of the differential equation without noise."""
+    """Return the features; gamma 0 solves the differential equation without noise."""
     for _ in range(STEPS):
         x = x + DT * field(x) + noise(x, gamma, times, rng)
     return x
 
 
 def backward(x: np.ndarray, gamma: float, times: bool, rng: np.random.Generator) -> np.ndarray:
-    """Euler steps back, with fresh noise of their own unless gamma is 0."""
+    """Take Euler steps back, with fresh noise unless gamma is 0."""
     for _ in range(STEPS):
         x = x - DT * field(x) + noise(x, gamma, times, rng)
     return x
 
 
 def inverse(x: np.ndarray) -> np.ndarray:
-    """The exact inverse of the steps without noise, each solved by its contraction."""
+    """Invert the steps without noise exactly, each by fixed-point iteration."""
     for _ in range(STEPS):
         before = x
         for _ in range(SOLVER):
@@ -77,14 +77,14 @@ def inverse(x: np.ndarray) -> np.ndarray:
 
 
 def psnr(x: np.ndarray, original: np.ndarray) -> float:
-    """In dB."""
+    """Return the peak signal-to-noise ratio in dB."""
     return float(-10 * np.log10(np.mean((x - original) ** 2)))
 
 
 def noisy_panels(
     x: np.ndarray, gamma: float, times: bool, queries: int = QUERIES
 ) -> dict[str, np.ndarray]:
-    """The noisy features and three reversals, by name."""
+    """Return the noisy features and three reversals, by name."""
     rng = np.random.default_rng(0)
     features = [forward(x, gamma, times, rng) for _ in range(queries)]
     return {
@@ -96,7 +96,7 @@ def noisy_panels(
 
 
 def row(panels: list[np.ndarray]) -> np.ndarray:
-    """Side by side, as bytes."""
+    """Put the pictures side by side, as bytes."""
     return (255 * np.concatenate(panels, 1).clip(0, 1)).astype(np.uint8)
 
 

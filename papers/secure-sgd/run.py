@@ -41,16 +41,18 @@ from _common import (
     append_line,
     make_images,
     mean_and_range,
+    pack_bits,
     parse_arguments,
     require_data,
     scratch_folder,
+    unpack_bits,
 )
 from _common import read_lines as read
-from scipy.stats import t as student_t
 from torch import nn
 
 from dpdist import models
 from dpdist.attacks.settings import AttackSettings
+from dpdist.audits.membership_statistics import Estimate
 from dpdist.certification import worker as certifying
 from dpdist.certification.expected_scores import ExpectedScores
 from dpdist.certification.inference import ClassifierSpec
@@ -85,7 +87,7 @@ PASSES, BLOCK, FORM = 4, 1000, "frozen"
 
 
 def rows() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Recipe and changes of each row."""
+    """Return recipe and changes of each row."""
     found: dict[str, tuple[str, dict[str, Any]]] = {
         "pixeldp": (PIXELDP, {}), "hgm": (HGM, {}), "secure": (SECURE, {}),
         "secure-agm": (AGM, {}), "secure-equal": (AGM, EQUAL),
@@ -110,7 +112,7 @@ def rows() -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def pairs() -> list[tuple[str, str]]:
-    """What is compared: the first is the one that the paper has ahead, or the recipes' floor."""
+    """Return the pairs to compare; the paper has the first ahead, or the floor differs."""
     found = [("secure", "secure-equal")]
     for e in (4, 8):
         found += [
@@ -137,17 +139,8 @@ def recipe_of(row: str, seed: int, given: argparse.Namespace) -> Recipe:
     return load_recipe(find_recipe(name), {**change, **more})
 
 
-def bits(right: np.ndarray) -> str:
-    return np.packbits(right).tobytes().hex()
-
-
-def unpacked(text: str, count: int) -> np.ndarray:
-    found = np.unpackbits(np.frombuffer(bytes.fromhex(text), np.uint8))[:count]
-    return found.astype(bool)
-
-
 def right(model: nn.Module, test: Dataset) -> int:
-    """How many of all test images have their label by the mean of scores."""
+    """Count the test images that are classified correctly by the mean of scores."""
     found = 0
     for low in range(0, len(test), BLOCK):
         part = slice(low, min(low + BLOCK, len(test)))
@@ -159,8 +152,8 @@ def right(model: nn.Module, test: Dataset) -> int:
 def certified(
     model: nn.Module, test: Dataset, chosen: np.ndarray, source: StreamKeys, draws: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Whether each chosen image is certified right at the sizes, by certificate; and sigma_r with
-    the first layer's norms. As an actor of `dpdist certify` does it, all blocks of an input.
+    """Return by certificate and size whether each chosen image is certified correctly, as bits; and
+    sigma_r with the first layer's norms. Certifies as an actor of `dpdist certify` does.
     """
     x, labels = test.batch(chosen).numpy(), np.asarray(test.labels)[chosen]
     settings = ExpectedScores(n=draws, alpha=0.05, backend=FORM)
@@ -180,7 +173,7 @@ def certified(
     for one in settings.read_sizes(table):
         held, name = one.size_if_correct(labels), f"{one.name}_{one.norm}"
         for size in COLUMNS.get(name, ()):
-            found.setdefault(name, {})[f"{size:g}"] = bits(held >= size)
+            found.setdefault(name, {})[f"{size:g}"] = pack_bits(held >= size)
     norms = {
         "l2": place.sensitivity.l2,
         "linf": place.sensitivity.linf,
@@ -192,17 +185,17 @@ def certified(
 def attacked(
     model: nn.Module, test: Dataset, settings: AttackSettings, source: StreamKeys
 ) -> dict[str, Any]:
-    """Whether each chosen image is answered rightly, by attack and size; 0 is no attack."""
+    """Return by attack and size whether each chosen image is right, as bits; 0 is no attack."""
     # Batches of one answer: larger ones would be executed whole for a part of them.
     backend = ClassifierSpec(FORM, settings.n, "", "", "", 0.0)
     own, found = replace(source, purpose="attack"), {}
     for name, size, hits in attack_hits(model, test, settings, own, backend):
-        found.setdefault(name, {})[f"{size:g}"] = bits(hits)
+        found.setdefault(name, {})[f"{size:g}"] = pack_bits(hits)
     return found
 
 
 def trained(recipe: Recipe, settings: AttackSettings, draws: int) -> dict[str, Any]:
-    """One training with a run key of its own, and all that is measured of it."""
+    """Train with a run key of its own and return all measurements."""
     clock = [time.process_time()]
     with tempfile.TemporaryDirectory(prefix="dpdist-hidden-") as place:
         job = prepare(recipe, RunFolder(Path(place) / "run"), recipe.name)
@@ -227,23 +220,23 @@ def trained(recipe: Recipe, settings: AttackSettings, draws: int) -> dict[str, A
 
 
 def success(line: dict[str, Any], what: str, size: str) -> np.ndarray:
-    """Whether each image succeeds: certified by `what`, or right under attack `what` or all."""
+    """Return bool (N,): whether each image is certified by `what`, or right under attack `what`."""
     if what in COLUMNS:
-        return unpacked(line["certified"][what][size], line["inputs"])
+        return unpack_bits(line["certified"][what][size], line["inputs"])
     names = [name for name in line["attacked"] if name != "none"] if what == "worst" else [what]
-    each = [unpacked(line["attacked"][name][size], line["inputs"]) for name in names]
+    each = [unpack_bits(line["attacked"][name][size], line["inputs"]) for name in names]
     return np.all(each, axis=0)
 
 
 def measures(line: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the tables show: certificate or attack, and size."""
+    """Return the columns of the tables: certificate or attack, and size."""
     sizes = [size for name, found in line["attacked"].items() if name != "none" for size in found]
     found = [(name, f"{size:g}") for name in SHOWN for size in COLUMNS[name]]
     return [*found, ("none", "0"), *(("worst", size) for size in dict.fromkeys(sizes))]
 
 
 def tables(lines: list[dict[str, Any]]) -> str:
-    """All rows, and all pairs whose both rows are there."""
+    """Return Markdown tables of all rows, and of all pairs whose both rows are there."""
     by_row: dict[str, list[dict[str, Any]]] = {}
     for name in rows():
         own = sorted((one for one in lines if one["row"] == name), key=lambda one: one["seed"])
@@ -277,7 +270,7 @@ def tables(lines: list[dict[str, Any]]) -> str:
 def differences(
     by_row: dict[str, list[dict[str, Any]]], shown: list[tuple[str, str]]
 ) -> list[list[str]]:
-    """Header and rows: the first less the second, seed by seed, on the same images."""
+    """Return header and rows: first minus second, seed by seed, on the same images."""
     grid = [[
         "first", "second", "what", "size", "difference, points", "mean",
         "only first : only second", "p",
@@ -302,11 +295,11 @@ def differences(
 
 
 def interval(values: list[float]) -> str:
-    """The mean of trainings with half of Student's 95 % interval; of one, nothing."""
+    """Return the mean ± half of Student's 95 % interval; empty for a single training."""
     if len(values) < 2:
         return ""
-    half = student_t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5
-    return f"{np.mean(values):+.1f} ± {half:.1f}"
+    estimate = Estimate.from_values(values)
+    return f"{estimate.value:+.1f} ± {estimate.high - estimate.value:.1f}"
 
 
 def main(arguments: list[str] | None = None) -> None:

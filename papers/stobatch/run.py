@@ -86,7 +86,7 @@ def recipe_of(row: str, epsilon: float, data_root: Path | None) -> Recipe:
 
 
 def right(model: nn.Module, test: Dataset) -> int:
-    """How many of all inputs are named rightly."""
+    """Count the inputs that are classified correctly."""
     noisy, found = find_noise_location(model).is_random, 0
     for low in range(0, len(test), BLOCK):
         rows = slice(low, min(low + BLOCK, len(test)))
@@ -98,7 +98,7 @@ def right(model: nn.Module, test: Dataset) -> int:
 
 
 def attacked(model: nn.Module, test: Dataset, settings: AttackSettings) -> dict[str, Any]:
-    """How many of the first inputs are named rightly, by attack and size; size 0 is no attack."""
+    """Count the first inputs classified correctly, by attack and size; size 0 is no attack."""
     source = StreamKeys("benchmark", "1", "", "", "", 0.0)
     found: dict[str, dict[str, int]] = {name: {} for name in settings.attacks}
     for name, size, hits in attack_hits(model, test, settings, source):
@@ -108,7 +108,7 @@ def attacked(model: nn.Module, test: Dataset, settings: AttackSettings) -> dict[
 
 
 def trained(recipe: Recipe, settings: AttackSettings) -> dict[str, Any]:
-    """One training with a key of its own."""
+    """Train with a key of its own and return all measurements."""
     with tempfile.TemporaryDirectory(prefix="dpdist-functional-") as place:
         job = prepare(recipe, RunFolder(Path(place) / "run"), recipe.name)
         began = time.process_time()
@@ -125,7 +125,7 @@ def trained(recipe: Recipe, settings: AttackSettings) -> dict[str, Any]:
 
 
 def line_of(row: str, found: list[dict[str, Any]], settings: AttackSettings) -> str:
-    """Of the table."""
+    """Return a row of the table."""
     cells = [mean_and_range([100 * one["right"] / one["n"] for one in found])]
     for name, size in columns(settings):
         cells.append(mean_and_range([100 * one[name][size] / one["attacked"] for one in found]))
@@ -135,7 +135,7 @@ def line_of(row: str, found: list[dict[str, Any]], settings: AttackSettings) -> 
 
 
 def columns(settings: AttackSettings) -> list[tuple[str, str]]:
-    """Attack and size of each; without attack once."""
+    """Return attack and size of each column; without an attack once."""
     first = settings.attacks[0]
     return [
         (first if name == "none" else name, f"{size:g}") for name, size in settings.attack_sizes
@@ -143,7 +143,7 @@ def columns(settings: AttackSettings) -> list[tuple[str, str]]:
 
 
 def read(path: Path, setting: dict[str, Any], asked: list[tuple[str, str]]) -> list[dict[str, Any]]:
-    """The trainings of a setting that a file holds, of those that were so attacked."""
+    """Read a setting's trainings from a file, those that were attacked with these settings."""
     found = read_lines(path, setting)
     return [one for one in found if all(size in one.get(name, {}) for name, size in asked)]
 

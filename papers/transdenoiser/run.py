@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from _common import mean_and_range, parse_arguments, require_data, run_command
+from _common import mean_and_range, pack_bits, parse_arguments, require_data, run_command
 
 from dpdist.attacks.table import AttackTable, read_attack
 from dpdist.certification import table_reader
@@ -90,12 +90,12 @@ class Row:
     repeats: int = 1
 
     def runs(self) -> list[str]:
-        """Names of its run folders."""
+        """Return the names of its run folders."""
         return [f"{self.name}-noise-{self.noise:g}-{k}" for k in range(self.repeats)]
 
 
 def rows(repeats: int) -> list[Row]:
-    """repeats: of the rows whose differences are compared, at the larger noise."""
+    """Return all rows; those that are compared have `repeats` runs at the larger noise."""
     tanh = {"model.options.activation": "tanh"}
     found = []
     for noise in RADII:
@@ -145,7 +145,7 @@ class Bench:
         self.runs, self.public = self.out / "runs", self.out / "public"
 
     def recipe(self, row: Row, repeat: int) -> Path:
-        """The row's recipe as a file of its own."""
+        """Write the row's recipe into a file and return its path."""
         frozen, own = ("classifier", "denoiser")
         if row.recipe == REVERSED:
             frozen, own = own, frozen
@@ -174,7 +174,7 @@ class Bench:
         return path
 
     def private_classifier(self, row: Row) -> Path:
-        """As `recipe`, without the denoiser: what `dpdist import` puts one before."""
+        """Write the recipe without the denoiser, which `dpdist import` adds."""
         raw = load_recipe(self.recipe(row, 0)).model_dump(mode="json")
         raw["model"]["denoiser"] = raw["public"] = None
         path = self.out / "recipes" / f"{row.runs()[0]}.yaml"
@@ -182,12 +182,12 @@ class Bench:
         return path
 
     def command(self, *words: str) -> None:
-        """One dpdist command, in this process."""
+        """Run one dpdist command in this process."""
         run_command(*words, data_root=self.data_root)
 
     def missing(self, chosen: list[Row], only: list[str]) -> list[tuple[Row, int]]:
-        """Row and repetition of what is not done, in the order of the patterns `only`; of one
-        pattern, all first repetitions before the second ones.
+        """Return row and repetition of what is not done, in the order of the patterns `only`;
+        within a pattern, all first repetitions before the second ones.
         """
         runs = []
         for row in chosen:
@@ -213,7 +213,7 @@ class Bench:
                 self.make(row, repeat)
 
     def make(self, row: Row, repeat: int) -> None:
-        """Whatever is missing of a run."""
+        """Make whatever is missing of a run."""
         part = "denoiser" if row.recipe == REVERSED else "classifier"
         if not (self.public / part / "provenance.json").exists():
             self.command("run", str(self.recipe(row, 0)), "--until", "pretrain")
@@ -247,11 +247,11 @@ class Bench:
             )  # fmt: skip
 
     def place(self, row: Row) -> Path:
-        """Of what is measured of the classifier alone."""
+        """Return the folder of the measurements of the classifier alone."""
         return self.out / "alone" / f"noise-{row.noise:g}"
 
     def alone(self, row: Row) -> None:
-        """The frozen classifier without a denoiser: the jobs behind certify and attack."""
+        """Certify and attack the frozen classifier without a denoiser."""
         folder = self.place(row)
         from dpdist.attacks.job import AttackJob
         from dpdist.attacks.settings import AttackSettings
@@ -293,37 +293,33 @@ class Measured:
         return self.attacks.outcome_shares(attack, size).correct
 
     def withstood(self, size: float, attacks: tuple[str, ...]) -> np.ndarray:
-        """Bool (N,): whether each image, by its index, is right under each of these attacks."""
+        """Return bool (N,): whether each image, by its index, is right under all these attacks."""
         t = self.attacks
         failed = (t.size == size) & np.isin(t.attack, attacks) & (t.prediction != t.label)
         return ~np.isin(np.unique(t.index), t.index[failed])
 
     def line(self, row: Row) -> dict[str, Any]:
-        """For --results: of every image whether it succeeded, as hexadecimal bits."""
+        """Return a line of --results: of every image whether it succeeded, as hexadecimal bits."""
         held, labels = self.certificates.size_if_correct(), len(self.certificates.index)
         return {
             "row": row.name, "noise": row.noise, "repeat": self.repeat, "proved": self.epsilon,
             "clean": self.clean, "inputs": labels,
-            "certified": {f"{r:g}": bits(held >= r) for r in RADII[row.noise]},
+            "certified": {f"{r:g}": pack_bits(held >= r) for r in RADII[row.noise]},
             "attacked": {
-                name: {f"{size:g}": bits(self.withstood(size, (name,))) for size in SIZES}
+                name: {f"{size:g}": pack_bits(self.withstood(size, (name,))) for size in SIZES}
                 for name in self.attacks.attacks
             },
         }  # fmt: skip
 
 
-def bits(right: np.ndarray) -> str:
-    return np.packbits(right).tobytes().hex()
-
-
 def attacked(folder: Path, attacks: tuple[str, ...] = (PGD,)) -> bool:
-    """Whether the last stage of a run is done, with these attacks."""
+    """Return whether the last stage of a run is done, with these attacks."""
     tables = map(read_attack, folder.glob("attacks/*/attacks.parquet"))
     return any(all(t.has(name, size) for name in attacks for size in SIZES) for t in tables)
 
 
 def measured(bench: Bench, row: Row) -> list[Measured]:
-    """What the row's finished runs say; those that are missing are left out."""
+    """Return the measurements of the row's finished runs."""
     if row.name == ALONE:
         folder = bench.place(row)
         if not (folder / "accuracy.json").exists():
@@ -358,7 +354,7 @@ def measured(bench: Bench, row: Row) -> list[Measured]:
 
 
 def split_line(folder: RunFolder, recipe: Recipe) -> str:
-    """What Algorithm 1 measured over the run, for variant full."""
+    """Describe what Algorithm 1 measured over the run, for variant full."""
     if getattr(recipe.method, "variant", "") != "full":
         return ""
     steps = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
@@ -376,12 +372,12 @@ def split_line(folder: RunFolder, recipe: Recipe) -> str:
 
 
 def cell(values: list[float]) -> str:
-    """Per cent: the mean, and the range of several."""
+    """Return the mean in percent, with the range if there are several."""
     return mean_and_range([100 * value for value in values])
 
 
 def table(bench: Bench, chosen: list[Row]) -> str:
-    """Markdown: a table for each noise, then what Algorithm 1 measured and what differs."""
+    """Return Markdown: a table for each noise, Algorithm 1's measurements, the differences."""
     lines = []
     for noise, radii in RADII.items():
         head = [f"input noise {noise:g}", "epsilon, proved", "clean"]
@@ -403,7 +399,7 @@ def table(bench: Bench, chosen: list[Row]) -> str:
 
 
 def under_attacks(bench: Bench, chosen: list[Row]) -> list[str]:
-    """Markdown: what is right under each attack, and under all of them; none for PGD alone."""
+    """Return Markdown: accuracy under each attack and under all; empty for PGD alone."""
     if bench.attacks == (PGD,):
         return []
     head = ["input noise", "row", "epsilon, proved"]
@@ -427,7 +423,7 @@ def under_attacks(bench: Bench, chosen: list[Row]) -> list[str]:
 
 
 def comparisons(bench: Bench, chosen: list[Row]) -> list[str]:
-    """Rows on the same images, each with the repetition of its number: images on which one run only
+    """Compare rows on the same images, repetition by repetition: the images on which only one run
     succeeds, in each direction, and McNemar's exact p.
     """
     lines = []
@@ -447,7 +443,7 @@ def comparisons(bench: Bench, chosen: list[Row]) -> list[str]:
 def _successes(
     bench: Bench, noise: float, both: list[tuple[Measured, Measured]]
 ) -> Iterator[tuple[str, tuple[list[np.ndarray], list[np.ndarray]]]]:
-    """By radius and by size under all attacks: successes of the first runs and of the second."""
+    """Yield the successes of the first runs and the second, by radius and by attack size."""
     names = bench.attacks
     made = [p for p in both if all(m.attacks.has(a, s) for m in p for a in names for s in SIZES)]
     for radius in RADII[noise] if both else ():

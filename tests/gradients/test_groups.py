@@ -324,24 +324,6 @@ def test_a_whole_user_changes_a_sum_by_the_clip_at_most(name: str):
     assert len(others) > 3 and len(fewer) in joined, "nothing was compared"
 
 
-def test_a_clip_for_each_record_is_seen_by_this_replay():
-    """The same comparison of the fault: records are clipped, and then a user's are added up."""
-
-    def changes(data: UserRecords) -> Tensor:
-        torch.manual_seed(4)
-        engine = GradientEngine(small_layers(), cross_entropy, clipping=FlatClipping(CLIP))
-        view = data.for_step(derive_key(KEY, "data", "7/nonce", 1))
-        every = np.arange(len(data))
-        inputs, present = view.batch(every), view.members(every)[1]
-        return engine.clipped_sum(inputs[present], view.targets(every)[present]).flat
-
-    worst = max(
-        float((changes(whole) - changes(fewer)).norm()) / CLIP
-        for whole, fewer in without_one_user(MOST)
-    )
-    assert worst > 1.5
-
-
 # --- sizes ------------------------------------------------------------------------------------
 
 
@@ -406,10 +388,10 @@ def test_dicts_tuples_and_tokens_are_grouped_too():
 def test_a_sum_over_other_records_than_the_engine_s_is_refused():
     engine = GradientEngine(torch.nn.Linear(5, 3), cross_entropy, clipping=FlatClipping(CLIP))
     members = UserMembers(torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3))
-    with pytest.raises(UserError, match="sums over 1 records"):
+    with pytest.raises(UserError):
         engine.clipped_sum(torch.randn(2, 3, 5), torch.zeros(2, 3).long(), members=members)
     engine.records_per_example = 2
-    with pytest.raises(UserError, match="sums over 2 records"):
+    with pytest.raises(UserError):
         engine.clipped_sum(torch.randn(2, 5), torch.zeros(2).long())
 
 

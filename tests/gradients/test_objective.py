@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.networks import mixing_refused
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -267,7 +268,7 @@ MIXING = {
 @pytest.mark.parametrize("name", MIXING)
 def test_losses_over_the_batch_are_refused(name):
     engine = GradientEngine(network(1), objective_of(MIXING[name]), clipping=FlatClipping(1.0))
-    with pytest.raises(UserError, match="mixes examples"):
+    with mixing_refused():
         engine.clipped_sum(INPUTS, draw(B))
     honest = GradientEngine(network(1), objective_of(own_mse), clipping=FlatClipping(1.0))
     assert honest.clipped_sum(INPUTS, draw(B)).examples == B
@@ -376,7 +377,7 @@ def test_a_criterion_takes_the_mean_over_a_records_own_tokens():
     loss = objective_of(nn.CrossEntropyLoss()).function
     for given in (outputs, outputs.transpose(1, 2)):
         torch.testing.assert_close(loss(nn.Identity(), (given, targets)), torch.stack(own))
-    with pytest.raises(UserError, match="which dimension"):
+    with pytest.raises(UserError, match=r"^loss:"):
         loss(nn.Identity(), (draw(2, 4, 4), targets.clamp(0, 3)))
 
 

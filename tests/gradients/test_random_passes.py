@@ -220,12 +220,12 @@ def test_draws_that_rows_share_need_rows_that_stay(kind):
 def test_other_generators_than_torchs_are_refused():
     for draw, name in ((lambda rows: random.random(), "Python"), (np.random.rand, "numpy")):
         model = _Scaled(lambda rows, draw=draw: torch.as_tensor(draw(rows)).float().reshape(-1, 1))
-        with pytest.raises(UserError, match=f"{name}'s, which cannot be keyed"):
+        with pytest.raises(UserError, match=name):
             _sum(_engine(model), _records((4,)))
 
 
 def test_a_model_that_draws_needs_a_key():
-    with pytest.raises(UserError, match="draw_key: must be 32 secret bytes"):
+    with pytest.raises(UserError, match="draw_key"):
         _engine(_dropping()).clipped_sum(*_records((4,))[:2])
 
 

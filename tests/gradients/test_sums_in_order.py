@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from dpdist.cluster import executor, versions
 from dpdist.gradients import per_example
 from dpdist.gradients.clipping import FlatClipping
-from dpdist.gradients.engine import GradientEngine, consistency_targets, cross_entropy
+from dpdist.gradients.engine import GradientEngine, cross_entropy
+from dpdist.gradients.objective import consistency_targets
 from dpdist.gradients.per_example import EmbeddingGradient
 from dpdist.gradients.perturbations import InputPerturbation
 from dpdist.gradients.sampling import Blocks

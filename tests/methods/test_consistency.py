@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from dpdist.gradients.clipping import FlatClipping
-from dpdist.gradients.engine import GradientEngine, consistency_targets, weighted_cross_entropy
+from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.objective import consistency_targets, weighted_cross_entropy
 from dpdist.gradients.perturbations import InputPerturbation
 from dpdist.methods.dp_sgd import InputNoiseMethod
 

@@ -147,9 +147,9 @@ class Turns(nn.Module):
 def test_copies_that_depend_on_their_company_are_refused() -> None:
     model = nn.Sequential(Turns(), nn.Linear(64, CLASSES))
     sums(Functional(), model=model)
-    with pytest.raises(UserError, match="the model has kinks"):
+    with pytest.raises(UserError, match=r"method\.adversarial"):
         sums(Functional(adversarial=MOVED), model=model)
-    with pytest.raises(ValueError, match="rounds must be > 0"):
+    with pytest.raises(ValueError, match="rounds"):
         Functional(adversarial=MOVED, rounds=0)
 
 

@@ -318,7 +318,7 @@ def test_copies_of_a_run_draw_other_votes_afresh(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_student_sees_answers_and_nothing_else(tmp_path: Path) -> None:
     job = job_of(tmp_path / "a")
-    with pytest.raises(UserError, match="never from records"):
+    with pytest.raises(UserError):
         execute(job_of(tmp_path / "refused"))
     recorder = JobRecorder()
     fit(job, recorder)

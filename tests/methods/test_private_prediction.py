@@ -157,9 +157,9 @@ def test_the_ledger_counts_before_and_no_further(tmp_path: Path) -> None:
         assert Ledger.read(path).num_queries == 1  # durable before there is any noise
         ledger.record_answer("aa" * 32, [1.0, 2.0])
         assert ledger.record_query("bb" * 32, plan) == 1
-        with pytest.raises(QueriesExhausted, match="all 2 answers"):
+        with pytest.raises(QueriesExhausted):
             ledger.record_query("cc" * 32, plan)
-        with pytest.raises(ValueError, match="32 bytes in hex"):
+        with pytest.raises(ValueError):
             ledger.record_query("aa", plan)
     again = Ledger.read(path)
     assert again.num_queries == 2 and again.find_answer("aa" * 32) == [1.0, 2.0]
@@ -334,7 +334,7 @@ def test_a_copy_that_answers_is_charged_for_itself(here: Any, tmp_path: Path) ->
     other = RunFolder(tmp_path / "other")
     shutil.copytree(folder.path, other.path)
     shutil.rmtree(tmp_path / "budgets")
-    with pytest.raises(UserError, match="is on no budget here"):
+    with pytest.raises(UserError):
         QueryOracle(recipe, other)(inputs[5:])
     assert Ledger.read(other.ledger).num_queries == 5  # nothing was asked
 

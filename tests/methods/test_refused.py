@@ -36,7 +36,7 @@ INITIAL = {"name": "linear", "initial": {"folder": "w", "pretraining_data": "it"
 REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("pate", "method", {"answers": 30}, "answers"),
     ("pate", "method", {"threshold": 0.0}, "threshold and screening"),
-    ("pate", "method", {"threshold": 0.0, "screening": 0.0}, "leave as many"),
+    ("pate", "method", {"threshold": 0.0, "screening": 0.0}, "answers"),
     ("pate", "method", {"screening": 1e-310}, "screening"),
     ("pate", "method", {"teaching": {"model": INITIAL}}, "method.teaching.model"),
     ("pate", "data", {"public": 0.0}, "data.public"),

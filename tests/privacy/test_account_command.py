@@ -57,16 +57,6 @@ def test_noise_steps_and_batch_meet_their_targets():
         assert 0.99 * target <= found["epsilon"] <= target
 
 
-@pytest.mark.slow
-def test_relation_and_cap():
-    setting = [*RUN, "--noise-multiplier", "1.1", "--steps", "1000"]
-    plain = answer(*setting)
-    replaced = answer(*setting, "--replace-one")
-    assert replaced["adjacency"] == "replace-one"
-    assert replaced["epsilon"] > 1.5 * plain["epsilon"]
-    assert answer(*setting, "--batch-cap", "300")["epsilon"] > plain["epsilon"]
-
-
 def test_no_noise_is_valid_json():
     found = answer(*RUN, "--noise-multiplier", "0", "--steps", "10")
     assert found["epsilon"] == "inf"

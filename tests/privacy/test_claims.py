@@ -14,8 +14,8 @@ from dpdist.papers.pate import claims as votes_of_pate
 from dpdist.papers.published import published_claims
 from dpdist.papers.residual import claims as residual_claims
 from dpdist.papers.secure_sgd.claims import hgm_claim, redistribution, secure_sgd_claim
-from dpdist.papers.stobatch.claims import dpal_claim, dpal_encoder_budget, dpal_gammas
-from dpdist.papers.transdenoiser.claims import (
+from dpdist.papers.stobatch.dpal import dpal_claim, dpal_encoder_budget, dpal_gammas
+from dpdist.papers.transdenoiser.method import (
     mixed_gaussian_added_std,
     transdenoiser_training_claim,
 )

@@ -82,21 +82,6 @@ def test_a_new_run_survives_a_power_cut(tmp_path, disk):
         assert all(whole(disk, path) for path in files)
 
 
-@pytest.mark.parametrize("records", [1, 2, 5])
-def test_a_journal_that_lost_its_anchor_is_refused_from_its_first_record_on(tmp_path, records):
-    path = tmp_path / "ledger.jsonl"
-    with closing(ChainedJournal.open(path, "plan", {})) as journal:
-        for number in range(records):
-            journal.append({"number": number})
-    anchor_path(path).unlink()
-    before = path.read_bytes()
-    with pytest.raises(JournalError, match="is missing"):
-        ChainedJournal.open(path, "plan", {})
-    with pytest.raises(JournalError, match="is missing"):
-        ChainedJournal.read(path, "plan")
-    assert path.read_bytes() == before and not anchor_path(path).exists()
-
-
 def test_no_other_kind_of_journal_is_a_ledger_or_a_budget(tmp_path):
     """Nor one whose header happens to hold what the other kind's would."""
     other = tmp_path / "other.jsonl"
@@ -109,19 +94,5 @@ def test_no_other_kind_of_journal_is_a_ledger_or_a_budget(tmp_path):
         lambda: DataBudget.open(other),
         lambda: DataBudget.read(other),
     ):
-        with pytest.raises(JournalError, match="is not a"):
+        with pytest.raises(JournalError, match=r"other\.jsonl"):
             reading()
-
-
-def test_a_journal_of_a_later_version_is_not_read(tmp_path, monkeypatch):
-    path = tmp_path / "ledger.jsonl"
-    with monkeypatch.context() as patch:
-        patch.setattr("dpdist.privacy.ledger._VERSION", 99)
-        with closing(ChainedJournal.open(path, "plan", {})):
-            pass
-    before = path.read_bytes()
-    with pytest.raises(JournalError, match="version"):
-        ChainedJournal.open(path, "plan", {})
-    with pytest.raises(JournalError, match="version"):
-        ChainedJournal.read(path, "plan")
-    assert path.read_bytes() == before

@@ -78,5 +78,5 @@ def test_counts_beside_steps_compose_and_keep_their_form():
 
 def test_a_divergence_that_is_no_number_fits_under_no_ceiling(tmp_path, monkeypatch):
     monkeypatch.setattr(RenyiFilter, "cost", lambda *given: math.nan)
-    with pytest.raises(BudgetExceeded, match="would take"):
+    with pytest.raises(BudgetExceeded):
         reserve(tmp_path, np.arange(10), charge_of(), terms_of(), ONE)

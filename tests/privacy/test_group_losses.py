@@ -12,7 +12,8 @@ from dpdist.poisoning.certificates import PrivatePoisoningBound
 from dpdist.privacy.audit_bounds import OneRunGuesses, ThresholdCounts, mu_to_epsilon
 from dpdist.privacy.mechanisms import gaussian_delta, gaussian_epsilon
 from dpdist.privacy.phases import GaussianAnswers, GaussianSteps, NoisyVotes
-from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.plan import PrivacyPlan, group_delta_by_lemma, group_pld
+from dpdist.privacy.pld import PrivacyLoss
 
 GRID, DELTA = 1e-3, 1e-4
 GAUSSIAN = {  # noise of one Gaussian that they are as private as
@@ -60,6 +61,26 @@ def test_poisoned_votes_need_what_a_gaussian_needs(changes):
     exact = norm.cdf(norm.ppf(0.5) + changes / noise)
     found = PrivatePoisoningBound(PrivacyPlan(1000, (phase,), DELTA)).required_probability(changes)
     assert exact - 1e-12 <= found <= exact + 2e-3
+
+
+def test_a_user_of_one_record_costs_what_the_record_does():
+    one = PrivacyPlan(1000, (GaussianSteps(50, 1.0, 0.05),), DELTA)
+    found = group_pld(one, 1)
+    assert found is not None
+    assert PrivacyLoss(*found).epsilon(DELTA) == pytest.approx(one.guarantee().epsilon, rel=1e-3)
+
+
+@pytest.mark.parametrize("phase", [GaussianSteps(20, 2.0, 0.02, 40), GaussianSteps(1, 0.0, 0.1)])
+def test_capped_batches_and_steps_without_noise_have_no_exact_loss(phase):
+    assert group_pld(PrivacyPlan(1000, (phase,), DELTA), 2) is None
+
+
+def test_delta_by_the_lemma_in_closed_form():
+    assert group_delta_by_lemma(0.0, 1e-6, 4) == pytest.approx(4e-6)
+    assert group_delta_by_lemma(0.5, 1e-6, 2) == pytest.approx(
+        1e-6 * (math.e - 1) / math.expm1(0.5)
+    )
+    assert group_delta_by_lemma(50.0, 1e-6, 100) == 1.0
 
 
 # --- copies of a canary

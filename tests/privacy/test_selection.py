@@ -165,7 +165,7 @@ def test_a_binomial_law_has_no_renyi_bound():
     cost = search_guarantee(STEPS, TrialDistribution(4.5, -6), records=60_000, delta=1e-5)
     assert cost.source.startswith("PLD of best-of-K")
     plan = PrivacyPlan(60_000, (RepeatAndSelect(STEPS, 4.5, -6),), 1e-5)
-    with pytest.raises(UnsupportedMechanismError, match="binomial"):
+    with pytest.raises(UnsupportedMechanismError):
         compose_rdp(plan.event(), plan.adjacency)
 
 

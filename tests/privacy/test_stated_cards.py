@@ -33,7 +33,7 @@ def test_what_is_as_it_was_written_is_read():
 
 def test_nothing_with_an_infinite_epsilon_is_called_private():
     for epsilon in ("inf", "Infinity"):
-        with pytest.raises(UserError, match="infinite epsilon"):
+        with pytest.raises(UserError, match="private"):
             parse_card_plan(with_epsilon(described(), "guarantee", epsilon), "card")
 
 
@@ -47,7 +47,7 @@ def test_an_epsilon_is_a_number_from_zero_on(name, epsilon):
 def test_all_runs_on_a_data_set_cost_no_less_than_one_of_them():
     stated, own = described(data_set=TWICE), PLAN.guarantee().epsilon
     for epsilon in (0.0, 0.5 * own, 0.99 * own):
-        with pytest.raises(UserError, match="cannot cost less"):
+        with pytest.raises(UserError, match="data_set"):
             parse_card_plan(with_epsilon(stated, "data_set", epsilon), "card")
     # Two accountants may differ in the last digits of the same; other deltas say nothing.
     assert parse_card_plan(with_epsilon(stated, "data_set", own * (1 - 1e-6)), "card") == PLAN

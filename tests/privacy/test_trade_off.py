@@ -72,7 +72,7 @@ def test_a_group_is_the_lemma(size):
     np.testing.assert_allclose(grouped, np.maximum(expected, 0), atol=1e-12)
     gaussian = audit_bounds.group_tradeoff(audit_bounds.gaussian_tradeoff(0.5), size)(x)
     np.testing.assert_allclose(gaussian, audit_bounds.gaussian_tradeoff(0.5 * size)(x), rtol=1e-9)
-    with pytest.raises(ValueError, match="at least one record"):
+    with pytest.raises(ValueError):
         audit_bounds.group_tradeoff(audit_bounds.gaussian_tradeoff(1), 0)
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dpdist import models
+from dpdist.core.errors import UserError
 from dpdist.models import ModelSpec
 
 SMALL_CNN = ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4})
@@ -55,3 +58,8 @@ def small_layers(norm: Callable[[], nn.Module] = lambda: nn.GroupNorm(2, 4)) -> 
         nn.Conv2d(1, 4, 3), norm(), nn.ReLU(), nn.Flatten(),
         nn.Linear(4 * 36, 16), nn.Tanh(), nn.Linear(16, 3),
     )  # fmt: skip
+
+
+def mixing_refused() -> AbstractContextManager[object]:
+    """Expect the refusal of a model whose examples have an effect on each other's gradients."""
+    return pytest.raises(UserError, match="mixes examples")

@@ -1,1 +1,1 @@
-"""Residual perturbation: noise behind every residual block."""
+"""Residual perturbation: noise after every residual block."""

@@ -1,4 +1,4 @@
-"""Residual perturbation: noise behind every residual block and on the input (Strategies I and II).
+"""Residual perturbation: noise after every residual block and on the input (Strategies I and II).
 
 The noise is drawn in training and at every prediction. It is a regularizer and earns no privacy
 here: the label enters a gradient without any noise, so that one released step gives it away
@@ -47,7 +47,7 @@ _BATCH = 1000
 
 
 class ResidualPerturbation(Method):
-    """Noise behind every residual block and on the input, in training and at every prediction.
+    """Noise after every residual block and on the input, in training and at every prediction.
 
     For models with residual blocks (resnet-rp, resnet-gn).
 
@@ -152,7 +152,7 @@ class ResidualPerturbation(Method):
         ]
 
     def execution(self) -> Execution[Any]:
-        """Return the training with noise behind blocks."""
+        """Return the training with noise after blocks."""
         return ResidualExecution(self)
 
 
@@ -203,7 +203,7 @@ class WholeBatchExecution(Execution[WholeBatch]):
 def _whole_batch_engine(
     execution: Execution[Any], model: nn.Module, clipping: Clipping
 ) -> GradientEngine | None:
-    """Return the engine of a model with BatchNorm of which nothing is clipped; else None."""
+    """Return the engine of an unclipped model with BatchNorm; None for others."""
     from dpdist.gradients.clipping import NoClipping
     from dpdist.papers.residual.whole_batch import WholeBatchEngine, mixes_records
 
@@ -214,7 +214,7 @@ def _whole_batch_engine(
 
 
 class ResidualExecution(Execution[ResidualPerturbation]):
-    """Steps with noise behind blocks, and the measurement of the claim's assumptions."""
+    """Steps with noise after blocks, and the measurement of the claim's assumptions."""
 
     def engine(self, model: nn.Module, clipping: Clipping, **how: Any) -> GradientEngine:
         """Return the usual engine; for BatchNorm, without privacy, that of whole batches."""
@@ -232,7 +232,7 @@ class ResidualExecution(Execution[ResidualPerturbation]):
         blocks = residual_blocks(model)
         if not blocks:
             raise UserError(
-                "method residual puts noise behind residual blocks, and the model has none: take "
+                "method residual puts noise after residual blocks, and the model has none: take "
                 "resnet-rp or resnet-gn"
             )
         method = self.method
@@ -248,7 +248,7 @@ class ResidualExecution(Execution[ResidualPerturbation]):
     def perturbation(
         self, step: StepPlan, learning_rate: float, state: MethodState
     ) -> ModulePerturbation:
-        """Return draws of the noise behind blocks and on the input."""
+        """Return draws of the noise after blocks and on the input."""
         from dpdist.gradients.perturbations import ModulePerturbation
 
         return ModulePerturbation(self.method.augmentations, self.noise_location(state.model))
@@ -288,18 +288,17 @@ class ResidualExecution(Execution[ResidualPerturbation]):
 
 
 def _steps_have_no_noise(plan: PrivacyPlan) -> bool:
-    """Whether there are steps, without DP-SGD's noise."""
+    """Return whether there are steps without DP-SGD's noise."""
     return plan.steps > 0 and plan.step(0).noise_multiplier == 0
 
 
 def largest_mean_norm(
     model: nn.Module, location: ModuleNoise, inputs: Tensor, key: bytes, passes: int = _PASSES
 ) -> float:
-    """G on these inputs (B, ...): the largest norm of a block's mean output over its noisy passes.
+    """Return the largest norm of a block's mean output over noisy passes of inputs (B, ...).
 
-    The square of each norm is the product of the means of two halves of the passes, so that what
-    noise leaves in a mean is no part of it. A block's own noise, of mean 0, is left out. passes:
-    even.
+    The square of each norm is the product of the means of two halves of the passes, which removes
+    the noise of a mean. A block's own noise, of mean 0, is not included. passes: even.
     """
     import torch
 

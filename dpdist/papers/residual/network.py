@@ -61,11 +61,11 @@ def resnet_rp(
     groups: int = 8,
     norm: str = "group",
 ) -> nn.Module:
-    """The 6n + 2 residual network of residual perturbation, with GroupNorm for its BatchNorm.
+    """Return the 6n + 2 residual network of residual perturbation, with GroupNorm.
 
     norm: "batch" is the paper's BatchNorm, for runs without privacy alone: it mixes records.
     Pre-activation blocks, so that a block's output is x + F(x) and nothing follows the sum.
-    ensemble: so many networks, whose logits are averaged (EnResNet): one loss, on the mean. skip:
+    ensemble: number of networks, whose logits are averaged (EnResNet): one loss, on the mean. skip:
     False leaves the skip connections out (the paper's ablation).
     """
     if ensemble < 1:

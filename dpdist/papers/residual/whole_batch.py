@@ -45,7 +45,7 @@ class WholeBatchEngine(GradientEngine):
 
     @property
     def written_buffers(self) -> dict[str, Tensor]:
-        """Running means, variances and numbers of batches, by the names of their buffers."""
+        """Return running means, variances and numbers of batches, by the names of their buffers."""
         return {
             f"{name}.{key}": buffer
             for name, module in self.model.named_modules()

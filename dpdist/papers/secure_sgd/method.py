@@ -1,4 +1,4 @@
-"""Noise behind the first layer, in training and at every prediction: PixelDP, HGM and Secure-SGD.
+"""Noise after the first layer, in training and at every prediction: PixelDP, HGM and Secure-SGD.
 
 Its scale is what a Gaussian mechanism needs for (epsilon_r, delta_r) when the input moves by the
 construction size L and the layer has norm Delta: sigma_r = scale(epsilon_r, delta_r) Delta L. It
@@ -106,7 +106,7 @@ class Redistribution(Section):
 
 
 class HiddenNoiseMethod(Method):
-    """Gaussian noise behind the first layer, in training and at every prediction.
+    """Gaussian noise after the first layer, in training and at every prediction.
 
     Its scale is `sigma`, or follows from the other keys by `mechanism`. These are parameters of
     robustness and say nothing about training records.
@@ -165,7 +165,7 @@ class HiddenNoiseMethod(Method):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Return that noise stays behind the first layer, which is the network's own."""
+        """Return that noise stays after the first layer, which is the network's own."""
         return Capabilities(
             needs_batched_passes=True, has_prediction_noise=True, supports_frozen_denoiser=False
         )
@@ -203,7 +203,7 @@ class HiddenNoiseMethod(Method):
 
     @final
     def noise_scale(self, inputs: int) -> float:
-        """sigma_r: deviation of the noise on every hidden component, before redistribution.
+        """Return sigma_r, the standard deviation on every hidden component before redistribution.
 
         inputs: numbers in one input; an L-infinity size moves the first layer's output by at most
         sqrt(inputs) times as much as an L2 size.
@@ -222,7 +222,7 @@ class HiddenNoiseMethod(Method):
         return unit * reach * self.attack_size
 
     def execution(self) -> Execution[Any]:
-        """Return the training with noise behind the first layer."""
+        """Return the training with noise after the first layer."""
         return load_execution("dpdist.papers.secure_sgd.shares:HiddenNoiseExecution", self)
 
 
@@ -243,7 +243,7 @@ class NonPrivateHiddenNoiseMethod(HiddenNoiseMethod):
 
 
 class PixelDP(NonPrivateHiddenNoiseMethod):
-    """Certified robustness by equal noise behind the first layer (Lecuyer et al., IEEE S&P 2019).
+    """Certified robustness by equal noise after the first layer (Lecuyer et al., IEEE S&P 2019).
 
     Trained without gradient privacy: nothing is proved about training records.
     """
@@ -277,9 +277,9 @@ _VERDICTS: dict[str, tuple[Verdict, str]] = {
 
 
 class SecureSGD(HiddenNoiseMethod):
-    """DP-SGD on a network with noise behind its first layer (HGM, IJCAI 2019, Algorithm 1).
+    """DP-SGD on a network with noise after its first layer (HGM, IJCAI 2019, Algorithm 1).
 
-    A composition: DP-SGD (clip, noise, Poisson sampling), HGM's noise behind the first layer,
+    A composition: DP-SGD (clip, noise, Poisson sampling), HGM's noise after the first layer,
     PixelDP's certificate at prediction. Privacy is that of DP-SGD and of r, where it is paid.
 
     Attributes:
@@ -292,7 +292,7 @@ class SecureSGD(HiddenNoiseMethod):
     redistribution: Redistribution | None = Redistribution()
 
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:
-        """The moments accountant's epsilon of its DP-SGD steps, and that r costs nothing."""
+        """Return the claim: the moments accountant's epsilon of DP-SGD, with r for free."""
         from dpdist.papers.secure_sgd.claims import secure_sgd_claim
         from dpdist.privacy.claims import Claim
 

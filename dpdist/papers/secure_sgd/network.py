@@ -18,7 +18,7 @@ def hgm_cnn(
     dense: int = 256,
     activation: str = "relu",
 ) -> nn.Module:
-    """Convolutions, one dense layer: HGM's MNIST network (IJCAI 2019, Section 5).
+    """Return HGM's MNIST network: convolutions, one dense layer (IJCAI 2019, Section 5).
 
     Its CIFAR-10 network has filters 128, 128, 256 and kernels 3, 5, 5. Strides are not in the
     paper; 2 is PixelDP's.

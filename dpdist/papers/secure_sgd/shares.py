@@ -47,7 +47,7 @@ _PASS = 128  # records of a pass over private ones
 
 
 class HiddenNoiseExecution(Execution[HiddenNoiseMethod]):
-    """Steps with noise behind the first layer, which is kept within its norm."""
+    """Steps with noise after the first layer, which is kept within its norm."""
 
     def prepare_state(self, setup: MethodSetup) -> dict[str, Tensor]:
         """Return the deviation of each component's noise."""
@@ -67,7 +67,7 @@ class HiddenNoiseExecution(Execution[HiddenNoiseMethod]):
     def perturbation(
         self, step: StepPlan, learning_rate: float, state: MethodState
     ) -> Perturbation:
-        """Return draws of the noise behind the first layer, one for all steps as published."""
+        """Return draws of the noise after the first layer, one for all steps as published."""
         module, std = models.require_split(state.model).name, state.tensors[STD]
         if self.method.paper_faithful:
             return FixedHiddenPerturbation(module, std, state.key)
@@ -107,10 +107,10 @@ class FixedHiddenPerturbation(Perturbation):
 
 
 def noise_shares(section: Redistribution, sensitivity: float, setup: MethodSetup) -> Tensor:
-    """K r from the records that the recipe names: float64 of the hidden shape.
+    """Return K r from the records in the recipe: float64 of the hidden shape.
 
-    sensitivity: the norm within which the first layer is kept. What is read, and what that costs,
-    is the recipe's choice; `Method.cost` charges it.
+    sensitivity: the norm within which the first layer is kept. The recipe chooses the records, and
+    `Method.cost` counts their privacy cost.
     """
     if section.source == "paid":
         powers = _released_powers(section, sensitivity, setup)
@@ -124,10 +124,9 @@ def noise_shares(section: Redistribution, sensitivity: float, setup: MethodSetup
 def _mean_powers_without_privacy(
     section: Redistribution, sensitivity: float, setup: MethodSetup, records: Dataset
 ) -> Tensor:
-    """Equation 7 on records used without privacy, by the network trained on them.
+    """Return Equation 7 on records used without privacy, with the network trained on them.
 
-    That is the network of `prepare_nonprivate_training`, a frozen classifier with the weights it
-    has.
+    The network is that of `prepare_nonprivate_training`.
     """
     field = "method.redistribution.data"
     model, inputs, labels = prepare_nonprivate_training(records, section.max_records, setup, field)
@@ -141,13 +140,13 @@ def _mean_powers_without_privacy(
 def prepare_nonprivate_training(
     records: Dataset, max_records: int, setup: MethodSetup, recipe_key: str
 ) -> tuple[nn.Module, Tensor, Tensor]:
-    """Return at most so many records, and the network that may learn from them.
+    """Return at most `max_records` records, and the network that may learn from them.
 
     The records are inputs and labels. The network is the run's own before its first step;
     records of other classes need another last layer, and so a network from its seed. Raises
     UserError, which names the field, for inputs that do not fit.
     """
-    # Any many are enough for a mean; evenly spaced, whatever order the file has.
+    # A subset is enough for a mean; evenly spaced, whatever the order of the file.
     rows = np.linspace(0, len(records) - 1, min(max_records, len(records))).astype(np.int64)
     try:
         inputs = resize_images(records.batch(rows), setup.spec.input_shape)
@@ -162,10 +161,10 @@ def prepare_nonprivate_training(
 
 
 def _released_powers(section: Redistribution, sensitivity: float, setup: MethodSetup) -> Tensor:
-    """Equation 7 on private records: one clipped sum over a Poisson sample, released with noise.
+    """Return Equation 7 on private records: a noisy clipped sum over a Poisson sample.
 
-    The noise is fresh each time this runs: a sum whose release nobody saw costs nothing, and the
-    same noise is never added to two sums. A fixed run key gives the same noise again.
+    Each call draws new noise: a sum that is not released costs nothing, and the same noise is never
+    added to two sums. With a fixed run key the noise is the same again.
     """
     key, dataset = derive_key(setup.key, "redistribution"), setup.private_records
     split = models.require_split(setup.build_initial_model())
@@ -183,7 +182,7 @@ def _released_powers(section: Redistribution, sensitivity: float, setup: MethodS
     blocks = Blocks.for_batches(planned, section.sample_rate)
     for inputs, labels, real in _passes(
         dataset, members, blocks, key, setup.recipe.resources.rounding
-    ):  # fmt: skip
+    ):
         part = powers(inputs, labels)[real].sum(0)
         added = total + part  # what is lost of it, of terms >= 0, exactly
         larger, smaller = torch.maximum(total, part), torch.minimum(total, part)
@@ -219,12 +218,12 @@ def normalized_shares(sensitivities: Tensor, floor: float) -> Tensor:
 
 
 def heterogeneous_std(scale: float, k_r: Tensor) -> Tensor:
-    """Deviations sigma_r sqrt(K r): float32 of the hidden shape."""
+    """Return standard deviations sigma_r sqrt(K r): float32 of the hidden shape."""
     return (scale * k_r.sqrt()).float()
 
 
 def gradient_powers(split: SplitModel, inputs: Tensor, labels: Tensor, beta: float) -> Tensor:
-    """|dL/dh|^beta of each record: float32 (B, *hidden). L is the record's cross-entropy."""
+    """Return |dL/dh|^beta of each record, float32 (B, *hidden), of its cross-entropy L."""
     with sums_in_order(inputs.device):
         hidden = split.first(inputs).detach().requires_grad_()
         loss = nn.functional.cross_entropy(split.rest(hidden), labels, reduction="sum")
@@ -234,7 +233,7 @@ def gradient_powers(split: SplitModel, inputs: Tensor, labels: Tensor, beta: flo
 
 
 def mean_powers(split: SplitModel, inputs: Tensor, labels: Tensor, beta: float) -> Tensor:
-    """Their mean over the records: float64 of the hidden shape. For public records."""
+    """Return the mean powers of public records: float64 of the hidden shape."""
     batches = zip(inputs.split(_BATCH), labels.split(_BATCH), strict=True)
     total = sum(gradient_powers(split, x, y, beta).double().sum(0) for x, y in batches)
     assert isinstance(total, Tensor)
@@ -260,7 +259,7 @@ def clipped_powers(
 def noised_powers(
     total: Tensor, key: bytes, noise_multiplier: float, clip_norm: float, records: int = 1
 ) -> Tensor:
-    """The paid query: the clipped sum with Gaussian noise, negative components set to zero.
+    """Return the clipped sum with Gaussian noise, negative components set to zero.
 
     records: the most that it is over. A pass of 128 is off by at most 128 2^-53 times the sum of
     its norms, and compensated summation of passes by 2^-52 times all of it (Higham, Accuracy and
@@ -276,7 +275,7 @@ def noised_powers(
 def train_without_privacy(
     model: nn.Module, inputs: Tensor, labels: Tensor, steps: int, after_step: Callable[[], None]
 ) -> None:
-    """A few Adam steps without privacy, to bring a network near where its gradients matter.
+    """Train with a few Adam steps without privacy, so that gradients are informative.
 
     after_step: called at the start and after every step (keeps the first layer's norm).
     """

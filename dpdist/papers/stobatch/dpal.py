@@ -27,12 +27,13 @@ from dpdist.core.fields import (
 )
 from dpdist.core.files import read_json
 from dpdist.methods.base import Capabilities, DrawCount, Execution, Method, load_execution
+from dpdist.privacy.claims import claimed_guarantee
+from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.phases import FixedBatches, GaussianSteps, Phase
 from dpdist.privacy.plan import PrivacyPlan
 
 if TYPE_CHECKING:
     from dpdist.privacy.claims import Claim
-    from dpdist.privacy.guarantee import Guarantee
 
 ACCURACY_FILE = "dpal.json"  # in the run's private folder
 _NOT_PRIVATE_REASON = "one noise is shared by all records and steps (DPAL as published)"
@@ -76,8 +77,10 @@ class DPAL(Method):
     pretraining: CountOrZero = 0
     xi: PositiveOrZero = 1.0
     attacks: Annotated[tuple[Literal["i-fgsm", "mim", "pgd"], ...], Field(min_length=1)] = (
-        "i-fgsm", "mim", "pgd",
-    )  # fmt: skip
+        "i-fgsm",
+        "mim",
+        "pgd",
+    )
     steps: Annotated[int, RejectBool, Field(ge=1, le=1000)] = 10
     size: Positive = 0.5
     psi: Positive = 2.0
@@ -94,14 +97,10 @@ class DPAL(Method):
 
     def gammas(self, batch: float) -> tuple[float, float]:
         """Return gamma and gamma_x of Theorem 4."""
-        from dpdist.papers.stobatch.claims import dpal_gammas
-
         return dpal_gammas(self.encoder_sensitivity, batch, self.weight_norm)
 
     def encoder_budget(self, batch: float) -> float:
         """Return epsilon_1."""
-        from dpdist.papers.stobatch.claims import dpal_encoder_budget
-
         return dpal_encoder_budget(self.epsilon, self.epsilon_2, *self.gammas(batch))
 
     def noise_scale(self, batch: float) -> float:
@@ -136,7 +135,6 @@ class DPAL(Method):
 
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim:
         """Return Theorem 4's claim: pure epsilon for all steps."""
-        from dpdist.papers.stobatch.claims import dpal_claim
         from dpdist.privacy.claims import Claim
 
         batch = plan.step(0).expected_batch
@@ -181,3 +179,50 @@ class DPAL(Method):
     def execution(self) -> Execution[Any]:
         """Return the training by Algorithm 1."""
         return load_execution("dpdist.papers.stobatch.dpal_training:DPALExecution", self)
+
+
+# --- the paper's formulas; none of them is proved -----------------------------------------------
+
+
+def dpal_gammas(
+    encoder_sensitivity: float, batch_size: float, weight_norm: float
+) -> tuple[float, float]:
+    """Return (gamma, gamma_x) of DPAL Theorem 4.
+
+    2 Delta_R / (m ||theta_1^T||_{1,1}) and Delta_R / m.
+    """
+    return (
+        2 * encoder_sensitivity / (batch_size * weight_norm),
+        encoder_sensitivity / batch_size,
+    )
+
+
+def dpal_claim(epsilon_1: float, epsilon_2: float, gamma: float, gamma_x: float) -> Guarantee:
+    """Return DPAL's Theorem 4: pure epsilon_1 (1 + 1/gamma + 1/gamma_x) + epsilon_2.
+
+    Source: DPAL / StoBatch, ICML 2020.
+    """
+    if min(epsilon_1, epsilon_2, gamma, gamma_x) <= 0:
+        raise ValueError("epsilon_1, epsilon_2, gamma and gamma_x must be > 0")
+    return claimed_guarantee(
+        epsilon_1 * (1 + 1 / gamma + 1 / gamma_x) + epsilon_2,
+        0.0,
+        "replace-one",
+        "DPAL Theorem 4",
+        ("one noise draw for the whole run", "disjoint fixed batches", "no composition over steps"),
+    )
+
+
+def dpal_encoder_budget(total: float, epsilon_2: float, gamma: float, gamma_x: float) -> float:
+    """Return the epsilon_1 that makes Theorem 4's sum equal `total`."""
+    return (total - epsilon_2) / (1 + 1 / gamma + 1 / gamma_x)
+
+
+def dpal_encoder_sensitivity(inputs: int, hidden: int) -> int:
+    """Return DPAL's Delta_R = d (beta + 2) as printed: 25 * (14^2 + 2) = 4,950 on MNIST."""
+    return inputs * (hidden + 2)
+
+
+def dpal_output_sensitivity(last_hidden: int) -> int:
+    """Return DPAL's Delta_L2 = 2 |h_pi| as printed: 512 on MNIST."""
+    return 2 * last_hidden

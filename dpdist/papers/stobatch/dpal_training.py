@@ -29,8 +29,12 @@ from dpdist.core.errors import UserError
 from dpdist.core.files import write_json
 from dpdist.methods.base import Execution, WorkerInputs
 from dpdist.models import predicted_classes
-from dpdist.papers.stobatch.claims import dpal_encoder_sensitivity, dpal_output_sensitivity
-from dpdist.papers.stobatch.dpal import ACCURACY_FILE, DPAL
+from dpdist.papers.stobatch.dpal import (
+    ACCURACY_FILE,
+    DPAL,
+    dpal_encoder_sensitivity,
+    dpal_output_sensitivity,
+)
 from dpdist.papers.stobatch.network import DPALNetwork
 from dpdist.randomness.keys import derive_key, stream_words
 
@@ -67,20 +71,22 @@ _SAVED = 100  # steps between checkpoints
 
 
 def check_network(method: DPAL, model: nn.Module) -> DPALNetwork:
-    """The network of a model. Raises UserError for another one, or another's sensitivities."""
+    """Return the network of a model.
+
+    Raises UserError for a different network, or for sensitivities that do not fit it.
+    """
     found = [module for module in model.modules() if isinstance(module, DPALNetwork)]
     if not found:
         raise UserError("method dpal trains the paper's network: take model dpal-cnn")
     network = found[0]
     patch, units = network.encoder.weight[0].numel(), network.hidden_noise[0].numel()
     right = {
-        "encoder_sensitivity": (
-            method.encoder_sensitivity, dpal_encoder_sensitivity(patch, units)
-        ),
+        "encoder_sensitivity": (method.encoder_sensitivity, dpal_encoder_sensitivity(patch, units)),
         "output_sensitivity": (
-            method.output_sensitivity, dpal_output_sensitivity(network.head.in_features)
+            method.output_sensitivity,
+            dpal_output_sensitivity(network.head.in_features),
         ),
-    }  # fmt: skip
+    }
     for key, (given, formula) in right.items():
         if given != formula:
             raise UserError(
@@ -97,7 +103,7 @@ def project_filter_norms(encoder: nn.Conv2d, norm: float) -> None:
 
 
 def laplace(key: bytes, purpose: str, shape: torch.Size, scale: float) -> Tensor:
-    """float32 of this shape."""
+    """Return Laplace noise, float32 of this shape."""
     philox = np.random.Philox(key=int.from_bytes(derive_key(key, purpose)[:16], "little"))
     return torch.from_numpy(np.random.Generator(philox).laplace(0.0, scale, shape)).float()
 
@@ -106,16 +112,18 @@ def laplace(key: bytes, purpose: str, shape: torch.Size, scale: float) -> Tensor
 
 
 def reconstruction_loss(network: DPALNetwork, noisy: Tensor, code: Tensor) -> Tensor:
-    """R-bar (Equations 5 to 7): the first-order expansion of the cross-entropy between inputs and
-    what the code says of them, without its constant."""
+    """Return R-bar (Equations 5 to 7), the first-order expansion of the cross-entropy between
+    inputs and their reconstruction, without its constant."""
     return ((0.5 - noisy) * network.decode(code)).sum()
 
 
 def classification_loss(
     head: nn.Linear, last_hidden: Tensor, labels: Tensor, noise: Tensor
 ) -> Tensor:
-    """L-bar (Equations 8 to 10): the second-order expansion of the sigmoid cross-entropy, without
-    its constant. noise: chi_3 / m, (classes, |h_pi|), on each record's coefficients of the labels.
+    """Return L-bar (Equations 8 to 10), the second-order expansion of the sigmoid cross-entropy.
+
+    It is without its constant. noise: chi_3 / m, (classes, |h_pi|), on each record's coefficients
+    of the labels.
     """
     z = head(last_hidden)
     own = z.gather(1, labels[:, None]).sum() + len(last_hidden) * (noise * head.weight).sum()
@@ -135,8 +143,10 @@ class _NoisyInputNetwork(nn.Module):
 
 
 def adversarial_examples(network: DPALNetwork, noisy: Tensor, method: DPAL, key: bytes) -> Tensor:
-    """Adversarial copies of noisy inputs (B, ...), away from what is predicted for them: an equal
-    part of the batch for each attack, by position, as the paper has it."""
+    """Return adversarial copies of noisy inputs (B, ...), away from the predicted classes.
+
+    As in the paper, each attack gets an equal part of the batch, by position.
+    """
     drawn = (int(stream_words(derive_key(key, "dpal/size"), 0, 1)[0]) + 1) / 2**64
     classifier = RandomizedClassifier(_NoisyInputNetwork(network))
     with torch.no_grad():
@@ -218,7 +228,7 @@ class DPALSteps:
         return (released / self._batch).to(self._given.parameters[0])
 
     def _batch_passes(self, step: int, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
-        """This shard's part of the step's batch, in passes: inputs with their noise, labels."""
+        """Return this shard's part of the step's batch, in passes of noisy inputs and labels."""
         given, network = self._given, self._network
         joined = self._batch_of[begin:end] == step % self._batches
         members = given.canaries.inputs_for(begin + np.flatnonzero(joined))
@@ -231,8 +241,11 @@ class DPALSteps:
         return found
 
     def _gradient(self, step: int, noisy: Tensor, labels: Tensor, weight: float) -> Tensor:
-        """Summed over records, float64 (size,): the encoder's from its loss alone, the rest's from
-        the other. weight: of the second loss, of 1 + xi in all."""
+        """Return the gradient summed over records, float64 (size,).
+
+        The encoder's is that of its own loss, the rest is that of the second loss. weight: weight
+        of the second loss, of 1 + xi in all.
+        """
         network, parameters = self._network, self._given.parameters
         code = network.encode(noisy)
         loss = reconstruction_loss(network, noisy, code)
@@ -241,15 +254,19 @@ class DPALSteps:
             share = weight / (1 + self._method.xi)
             loss = loss + share * classification_loss(network.head, last, labels, self._chi_3)
         parts = torch.autograd.grad(loss, parameters, allow_unused=True)
-        return torch.cat([
-            (torch.zeros_like(p) if g is None else g).double().flatten()
-            for g, p in zip(parts, parameters, strict=True)
-        ])  # fmt: skip
+        return torch.cat(
+            [
+                (torch.zeros_like(p) if g is None else g).double().flatten()
+                for g, p in zip(parts, parameters, strict=True)
+            ]
+        )
 
 
 def taylor_errors(z: Tensor) -> tuple[Tensor, Tensor]:
-    """How far the expansions of ln(1 + e^z) lie off, of first and second order, elementwise; at
-    most z^2 / 8 and z^4 / 192 (what the paper's Equations 29 and 30 bound)."""
+    """Return the errors of the first- and second-order expansions of ln(1 + e^z), elementwise.
+
+    They are at most z^2 / 8 and z^4 / 192 (the paper's Equations 29 and 30).
+    """
     exact = nn.functional.softplus(z.double()) - math.log(2) - z.double() / 2
     return exact, z.double().square() / 8 - exact
 
@@ -263,8 +280,10 @@ _CONFIDENCE = 0.95
 def mean_scores(
     network: DPALNetwork, inputs: Tensor, key: bytes, method: DPAL, scale: float
 ) -> Tensor:
-    """Mean products of the two passes' scores over the draws: float64 (B, classes). inputs: in
-    [-1, 1]. scale: of the training's noise on inputs."""
+    """Return mean products of the two passes' scores over the draws: float64 (B, classes).
+
+    inputs: in [-1, 1]. scale: scale of the training's noise on inputs.
+    """
     center = inputs + network.input_noise
     total = torch.zeros(len(inputs), network.head.out_features, dtype=torch.float64)
     with torch.no_grad():
@@ -280,8 +299,10 @@ def mean_scores(
 
 
 def robustness_budget(scores: Tensor, draws: int) -> Tensor:
-    """The largest epsilon_r with E_lb[k] > e^(2 epsilon_r) max E_ub[i] (Equation 14), by Hoeffding
-    bounds; 0 where there is none: float64 (B,)."""
+    """Return the largest epsilon_r with E_lb[k] > e^(2 epsilon_r) max E_ub[i], float64 (B,).
+
+    Equation 14, with Hoeffding bounds; 0 if no epsilon_r satisfies it.
+    """
     classes = scores.shape[1]
     off = math.sqrt(math.log(2 * classes / (1 - _CONFIDENCE)) / (2 * draws))
     best = scores.topk(2, dim=1).values
@@ -292,13 +313,15 @@ def robustness_budget(scores: Tensor, draws: int) -> Tensor:
 def published_certified_sizes(
     budget: Tensor, size: float, scale: float, inputs: int, hidden: int, norm: float
 ) -> tuple[Tensor, Tensor]:
-    """kappa and phi at these epsilon_r (Equations 11 to 13): Delta_x = size * inputs, Delta_h =
-    hidden * norm, and the noises' scales."""
+    """Return kappa and phi at these epsilon_r (Equations 11 to 13).
+
+    Delta_x = size * inputs, Delta_h = hidden * norm; scale: scale of the noise on inputs.
+    """
     return scale * budget / (size * inputs), 2 * scale * budget / (hidden * norm)
 
 
 def measure_accuracy(method: DPAL, given: WorkerInputs) -> None:
-    """Predict test images and their attacked copies, and write down what the paper counts."""
+    """Write the paper's accuracies and certified shares, on test images and attacked copies."""
     network, plan, test = check_network(method, given.model), given.plan, given.public_test()
     count = min(method.images, len(test))
     inputs = 2 * network.center(test.batch(slice(0, count)).to(network.input_noise)) - 1
@@ -330,7 +353,7 @@ def measure_accuracy(method: DPAL, given: WorkerInputs) -> None:
 
 
 def _errors(network: DPALNetwork, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """What the two expansions leave out, of each number of a reconstruction and of each logit."""
+    """Return the errors of the two expansions, by number of a reconstruction and by logit."""
     with torch.no_grad():
         code = network.encode(inputs + network.input_noise)
         said, z = network.decode(code), network.head(network.last_hidden(code))
@@ -340,11 +363,14 @@ def _errors(network: DPALNetwork, inputs: Tensor) -> tuple[Tensor, Tensor]:
 def _attack_inputs(
     network: DPALNetwork, inputs: Tensor, labels: Tensor, size: float, steps: int
 ) -> Tensor:
-    """By PGD on the network with the training's noise and no other, as the papers' code attacks."""
+    """Return inputs after PGD on the network with only the training's noise."""
     classifier = RandomizedClassifier(network)
     sizes = torch.full((len(inputs),), size).double().to(inputs.device)
     ball = Ball(inputs, sizes, "linf", (-1.0, 1.0))
     return pgd(
         lambda point, step: loss_gradient(classifier, point, labels, None),
-        ball, inputs, steps, 2.5 * ball.size / steps,
-    )  # fmt: skip
+        ball,
+        inputs,
+        steps,
+        2.5 * ball.size / steps,
+    )

@@ -1,15 +1,15 @@
-"""The functional mechanism in a sound form: a quadratic objective, its coefficients released once.
+"""A sound functional mechanism: a quadratic objective, whose coefficients are released once.
 
-Each sum of coefficients is released with Gaussian noise: the aim of AdLM and DPAL, which they do
-not prove. The last layer of a model is fitted; the layers before it stay as they began: public
-features. A few sums are released in a whole training, whatever the number of workers.
+Each sum of coefficients is released with Gaussian noise, which AdLM and DPAL aim at and do not
+prove. The last layer of a model is fitted; the layers before it keep their initial weights: public
+features. A few sums are released in a whole training, with any number of workers.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -37,9 +37,6 @@ from dpdist.methods.base import (
 )
 from dpdist.privacy.phases import GaussianSteps, Phase
 from dpdist.privacy.plan import PrivacyPlan
-
-if TYPE_CHECKING:
-    pass
 
 _OpenUnitInterval = Annotated[float, RejectBool, Field(gt=0, lt=1)]
 
@@ -108,7 +105,7 @@ class Functional(Method):
     Attributes:
         clip: Norm to which a record's features are clipped in the sum that gives their center.
         radius: Norm to which features are clipped around their center.
-        constant: The constant feature beside them, a norm below 1.
+        constant: The constant feature next to them, a norm below 1.
         ridge: The ridge of the fit, in units of the noise of A.
         rounds: Number of rounds after the first fit.
         residual: Norm to which y - p is clipped in a round.
@@ -207,7 +204,7 @@ class Functional(Method):
         return Capabilities(
             takes_gradient_steps=False,
             needs_batched_passes=True,
-            # learned from records, not from what a denoiser shows
+            # an encoder is learned from the records, not from a denoiser's outputs
             supports_frozen_denoiser=not self.encoder,
         )
 

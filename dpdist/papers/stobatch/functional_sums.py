@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from dpdist.models import PatchFeatures
 
 
-CENTER, CURVATURE = "center", "curvature"  # the tensors that a checkpoint keeps beside the head
-SCALES = "scales"  # the tensor that is made once, of public records
+CENTER, CURVATURE = "center", "curvature"  # the tensors of a checkpoint besides the head
+SCALES = "scales"  # the tensor that is computed once, from public records
 PASS = 128  # records of a pass; `rounding_slack` rests on it
 _EXAMPLES = 32  # inputs that the model is tried on
 
@@ -50,7 +50,7 @@ _EXAMPLES = 32  # inputs that the model is tried on
 
 
 def feature_scales(method: Functional, relevance: Relevance, setup: MethodSetup) -> Tensor:
-    """float64 (D,), whose squares have mean 1: a function of public records and initial weights."""
+    """Return scales (D,), float64, whose squares have mean 1, from public records and weights."""
     records = setup.public_records
     assert records is not None
     field = "method.relevance.data"
@@ -100,7 +100,7 @@ def rounding_slack(records: int) -> float:
 
 
 def clip_rows(vectors: Tensor, norm: float) -> Tensor:
-    """Each row scaled back to `norm`; a row that is not finite becomes 0."""
+    """Return rows scaled back to `norm`; a row that is not finite becomes 0."""
     finite = vectors.isfinite().all(1, keepdim=True)
     vectors = torch.where(finite, vectors, 0.0)
     result: Tensor = vectors * (norm / vectors.norm(dim=1, keepdim=True).clamp(min=norm))
@@ -108,13 +108,13 @@ def clip_rows(vectors: Tensor, norm: float) -> Tensor:
 
 
 def pack_symmetric(matrix: Tensor) -> Tensor:
-    """A symmetric matrix (D, D) as the vector of the same norm: D (D + 1) / 2 numbers."""
+    """Return a symmetric matrix (D, D) as a vector of the same norm with D (D + 1) / 2 numbers."""
     rows, columns = torch.triu_indices(*matrix.shape, device=matrix.device)
     return matrix[rows, columns] * torch.where(rows == columns, 1.0, math.sqrt(2)).to(matrix)
 
 
 def unpack_symmetric(vector: Tensor, size: int) -> Tensor:
-    """The symmetric matrix (size, size) of a `pack_symmetric` vector."""
+    """Return the symmetric matrix (size, size) of a `pack_symmetric` vector."""
     rows, columns = torch.triu_indices(size, size)
     values = vector / torch.where(rows == columns, 1.0, math.sqrt(2)).to(vector)
     matrix = vector.new_zeros(size, size)
@@ -124,7 +124,7 @@ def unpack_symmetric(vector: Tensor, size: int) -> Tensor:
 
 
 def sum_moments(patches: PatchFeatures, copies: Iterable[CopyPass], records: int) -> Tensor:
-    """The sum of their `moments`, packed: float64. records: the most that there may be."""
+    """Return the packed sum of `moments`: float64. records: the most that there may be."""
     size = patches.encoder.weight[0].numel()
     total = torch.zeros(size, size, dtype=torch.float64, device=patches.encoder.weight.device)
     for inputs, _, weight, _ in copies:
@@ -178,14 +178,14 @@ class CoefficientSums:
             self._check_adversarial_independence(head, wide)
 
     def features(self, inputs: Tensor) -> Tensor:
-        """f / clip of each record: (B, D), norms at most 1. inputs: (B, ...)."""
+        """Return f / clip of each record: (B, D), norms at most 1. inputs: (B, ...)."""
         return (
             clip_rows(self._penultimate_features(inputs.double()), self.method.clip)
             / self.method.clip
         )
 
     def cached_features(self, inputs: Callable[[], Tensor], pass_id: PassId | None) -> Tensor:
-        """Their `features`; kept by the name of the pass, while there is room, and found again."""
+        """Return `features`, cached by the name of the pass while there is room."""
         if pass_id in self.feature_cache:
             return self.feature_cache[pass_id]
         found = self.features(inputs())
@@ -197,7 +197,7 @@ class CoefficientSums:
     def adversarial_copies(
         self, inputs: Tensor, targets: Tensor, weight: Tensor, bias: Tensor
     ) -> Tensor:
-        """Adversarial copies of inputs (B, ...) for a head on f: float64, within `size` of them.
+        """Return adversarial copies of inputs (B, ...) for a head on f: float64, within `size`.
 
         Row b is a smooth function of record b: steps along g / sqrt(g^2 + t^2), t a tenth of the
         gradient's root mean square, where a sign would make a whole step of a last bit.
@@ -236,7 +236,7 @@ class CoefficientSums:
             raise UserError(f"method.adversarial: the model has kinks: {why}; take a smooth one")
 
     def directions(self, features: Tensor, center: Tensor) -> Tensor:
-        """h of each record: (B, D + 1), norms at most 1; 0 beside the constant at the center."""
+        """Return h of each record: (B, D + 1), norms at most 1; only the constant at the center."""
         method = self.method
         away = clip_rows((features * method.clip - center) * self._scales, method.radius)
         away = away * (math.sqrt(1 - method.constant**2) / method.radius)
@@ -245,7 +245,7 @@ class CoefficientSums:
     # --- sums over passes of records
 
     def sum_features(self, passes: Iterable[FeaturePass], center: Tensor) -> Tensor:
-        """float64 (D,), as the center is."""
+        """Return the sum of features, float64 (D,)."""
         total = torch.zeros_like(center)
         for features, _, weight in passes:
             total += weight * features.sum(0)
@@ -286,12 +286,12 @@ class CoefficientSums:
     # --- what is made of noisy sums
 
     def mean_features(self, noisy: Tensor) -> Tensor:
-        """The mean features: of a noisy sum (D,), by the public number of records."""
+        """Return the mean features from a noisy sum (D,) and the public number of records."""
         mean = noisy * (self.method.clip / self.records)
         return clip_rows(mean[None], self.method.clip)[0]
 
     def fit_weights(self, noisy: Tensor, noise_multiplier: float) -> tuple[Tensor, Tensor]:
-        """Weights on h (D + 1, classes), and the curvature (D + 1, D + 1): of noisy coefficients.
+        """Return weights on h (D + 1, classes), curvature (D + 1, D + 1) from noisy coefficients.
 
         With z_k = h . w_k the expansion is sum_k z_k (1/2 - y_k) + z_k^2 / 8 for each record, so
         w_k = 4 (A + ridge)^-1 (B_k - A c / 2), where h . c = 1.
@@ -307,21 +307,20 @@ class CoefficientSums:
         return 4 * torch.linalg.solve(curvature, target), curvature
 
     def refine_weights(self, noisy: Tensor, weights: Tensor, curvature: Tensor) -> Tensor:
-        """Better weights: a Newton step on the loss expanded at them, of noisy residuals."""
+        """Return weights after a Newton step on the loss expanded at them, from noisy residuals."""
         change = torch.linalg.solve(curvature, noisy.view(self.size, -1))
         result: Tensor = weights + self.method.step * change
         return result
 
     def head_from_weights(self, weights: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:
-        """The same head on f, (classes, D) and (classes,). Beyond the radius it goes on
-        linearly."""
+        """Return the same head on f, (classes, D) and (classes,), linear beyond the radius."""
         method = self.method
         weight = weights[:-1].T * (math.sqrt(1 - method.constant**2) / method.radius)
         weight = weight * self._scales
         return weight, weights[-1] * method.constant - weight @ center
 
     def weights_from_head(self, weight: Tensor, bias: Tensor, center: Tensor) -> Tensor:
-        """Inverse of `head_from_weights`."""
+        """Return the weights of a head: the inverse of `head_from_weights`."""
         method, weight, bias = self.method, weight.double(), bias.double()
         own = weight.T * (method.radius / math.sqrt(1 - method.constant**2))
         own = own / self._scales[:, None]
@@ -401,7 +400,7 @@ class FunctionalSteps:
         if stage == 0:
             center.copy_(self._sums().mean_features(noisy))
             return
-        if self._given.rank:  # another machine's solution may end in other bits
+        if self._given.rank:  # the solution of another machine may have other bits
             return
         if stage < 0:
             patches = patch_features_of(self._given.model)
@@ -420,7 +419,7 @@ class FunctionalSteps:
         head.bias.data.copy_(bias)
 
     def _stage(self, step: int) -> int:
-        """0: features, 1: coefficients, then rounds; before them, -1: of the encoder."""
+        """Return -1 for the encoder, 0 for features, 1 for coefficients, larger for rounds."""
         return step - (1 if self.method.encoder else 0)
 
     def _sums(self) -> CoefficientSums:
@@ -437,7 +436,7 @@ class FunctionalSteps:
         return self._coefficients
 
     def _noisy_copies(self, step: int, members: np.ndarray) -> Iterator[CopyPass]:
-        """The records in passes, each in its noisy copies."""
+        """Yield the records in passes, each in its noisy copies."""
         given, method = self._given, self.method
         fresh = method.sigma > 0 and method.noise == "fresh"
         draws = self._execution.perturbation(given.plan.step(step), 1.0, given.state)
@@ -451,9 +450,9 @@ class FunctionalSteps:
                 yield noisy, targets.to(self._device), 1 / draws.count, place
 
     def _noisy_copy(self, draws: Perturbation, key: bytes, rows: np.ndarray, draw: int) -> Tensor:
-        """A noisy copy of these records."""
+        """Return a noisy copy of these records."""
         inputs, names = self._given.records.batch(rows), rows
-        if self.method.noise == "own":  # a function of the record, which everybody may know
+        if self.method.noise == "own":  # a public function of the record
             key = derive_key(bytes(32), "functional", "noise")
             hashes = np.frombuffer(hash_inputs(inputs.numpy()).tobytes(), dtype="<u8")
             names = (hashes[::2] >> np.uint64(1)).astype(np.int64)

@@ -45,24 +45,24 @@ class DPALNetwork(nn.Module):
         return x[:, :, top : top + height, left : left + width]
 
     def encode(self, noisy: Tensor) -> Tensor:
-        """h-bar (B, filters, H', W') of noisy inputs."""
+        """Return h-bar (B, filters, H', W') of noisy inputs."""
         result: Tensor = self.encoder(noisy) + self.hidden_noise
         return result
 
     def decode(self, code: Tensor) -> Tensor:
-        """theta_1 h-bar: what the code says of its input, (B, C, H, W)."""
+        """Return theta_1 h-bar, the reconstruction of the input (B, C, H, W)."""
         shape = (len(code), *self.input_noise.shape)
         stride, padding = self.encoder.stride, self.encoder.padding
         result: Tensor = grad.conv2d_input(shape, self.encoder.weight, code, stride, padding)
         return result
 
     def last_hidden(self, code: Tensor) -> Tensor:
-        """h_pi, the last hidden layer: (B, dense) in [-1, 1]."""
+        """Return h_pi, the last hidden layer: (B, dense) in [-1, 1]."""
         result: Tensor = self.rest(code)
         return result
 
     def logits(self, noisy: Tensor, code_noise: Tensor | float = 0.0) -> Tensor:
-        """Logits of inputs that have their noise. code_noise: more noise on the code."""
+        """Return logits of noisy inputs. code_noise: additional noise on the code."""
         result: Tensor = self.head(self.last_hidden(self.encode(noisy) + code_noise))
         return result
 
@@ -79,7 +79,7 @@ def dpal_cnn(
     activation: str = "relu",
     side: int = 0,
 ) -> nn.Module:
-    """DPAL's network; its batch normalization, which mixes records, is layer normalization.
+    """Return DPAL's network, with layer normalization instead of batch normalization.
 
     The defaults are that of MNIST. The encoder has no bias and the last layer none either, as in
     the paper's equations. Each convolution has stride 2.
@@ -89,7 +89,7 @@ def dpal_cnn(
         classes: Number of logits.
         filters: Number of filters of each convolution, two or more; the first is the encoder.
         dense: Size of the last hidden layer.
-        activation: Name of the activation behind each convolution.
+        activation: Name of the activation after each convolution.
         kernels: Side of each kernel. CIFAR-10's network has 4, 5, 5.
         side: Side of the center of an image that the network reads; 0 is all of it. The paper's
             CIFAR-10 has 28.

@@ -45,25 +45,31 @@ class StoBatch(Method):
         size: Range [LOW, HIGH] of the ball's size, drawn once a step, uniformly (input units).
         eot: Draws of the noise for the attack's gradient.
         sigma: Standard deviation of the noise that all of it certifies by, in input units.
-        split: Share of the noise's variance that stands behind the first layer, at deviation sigma
+        split: Share of the noise's variance that is added after the first layer, at deviation sigma
             * sensitivity * sqrt(split); the rest is on the input.
         sensitivity: L2 norm within which the first layer is kept.
     """
 
     conditions = (
-        OptionCondition(("attacks", "steps", "norm", "size", "eot"), "with xi > 0",
-            lambda it: it.xi > 0),
+        OptionCondition(
+            ("attacks", "steps", "norm", "size", "eot"), "with xi > 0", lambda it: it.xi > 0
+        ),
         OptionCondition(("eot", "split"), "with sigma > 0", lambda it: it.sigma > 0),
-        OptionCondition(("sensitivity",), "with noise behind the first layer (sigma and split > 0)",
-                 lambda it: it.hidden_noise_std > 0),
-    )  # fmt: skip
+        OptionCondition(
+            ("sensitivity",),
+            "with noise after the first layer (sigma and split > 0)",
+            lambda it: it.hidden_noise_std > 0,
+        ),
+    )
 
     name: Literal["stobatch"] = "stobatch"
     display_name: ClassVar[str] = "StoBatch (adversarial training inside the clip)"
     xi: PositiveOrZero = 1.0
     attacks: Annotated[tuple[AttackName, ...], Field(min_length=1, max_length=3)] = (
-        "i-fgsm", "mim", "pgd",
-    )  # fmt: skip
+        "i-fgsm",
+        "mim",
+        "pgd",
+    )
     steps: Annotated[int, RejectBool, Field(ge=1, le=1000)] = 5
     norm: Norm = "linf"
     size: tuple[PositiveOrZero, PositiveOrZero] = (0.0, 0.5)
@@ -80,18 +86,18 @@ class StoBatch(Method):
 
     @property
     def input_noise_std(self) -> float:
-        """Its deviation, in input units."""
+        """Return the standard deviation of the noise on the input, in input units."""
         return self.sigma * math.sqrt(1 - self.split)
 
     @property
     def hidden_noise_std(self) -> float:
-        """Its deviation behind the first layer."""
+        """Return the standard deviation of the noise after the first layer."""
         return self.sigma * self.sensitivity * math.sqrt(self.split)
 
     # --- said in the recipe, the plan and the report
 
     def check(self, recipe: BaseRecipe) -> None:
-        """Raise ValueError for a certificate without sigma beside noise on the input."""
+        """Raise ValueError for a certificate without sigma if there is noise on the input."""
         super().check(recipe)
         if recipe.certify is not None and recipe.certify.sigma is None and self.input_noise_std:
             raise ValueError(
@@ -109,7 +115,7 @@ class StoBatch(Method):
         )
 
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim:
-        """Theorem 4 is of Laplace noise drawn once, which this training has none of: no figure."""
+        """Return the claim without a value: Theorem 4 is about Laplace noise that is drawn once."""
         from dpdist.privacy.claims import Claim
 
         return Claim(

@@ -64,7 +64,7 @@ class StoBatchExecution(Execution[StoBatch]):
         return AdversarialDraws(state.model, self.noise_location(state.model), self.method)
 
     def project_parameters(self, model: nn.Module) -> Callable[[], None]:
-        """Return the function that scales the first layer back where noise stands behind it."""
+        """Return the function that scales the first layer down if noise is added after it."""
         if not self.method.hidden_noise_std:
             return lambda: None
         split = require_split(model)
@@ -106,7 +106,7 @@ class AdversarialDraws(ModulePerturbation):
     ) -> Tensor:
         """Return the inputs, or adversarial examples of them, with noise."""
         if record_ids is None:
-            raise UserError("adversarial draws need record_ids: what befalls a record is keyed")
+            raise UserError("record_ids: must be given for adversarial draws, which they key")
         seen = self.adversarial_examples(inputs, record_ids, draw_key) if draw else inputs
         return super().perturb_inputs(seen, record_ids, draw_key, draw)
 
@@ -118,12 +118,12 @@ class AdversarialDraws(ModulePerturbation):
         return result
 
     def attack_indices(self, record_ids: Tensor, draw_key: bytes) -> Tensor:
-        """int64 (B,): which attack of the ensemble each record gets in this step."""
+        """Return the number of each record's attack in this step, int64 (B,)."""
         hashes = keyed_hash(derive_key(draw_key, "stobatch/attack"), record_ids.cpu().numpy())
         return torch.from_numpy((hashes % len(self.method.attacks)).astype("int64"))
 
     def adversarial_examples(self, inputs: Tensor, record_ids: Tensor, draw_key: bytes) -> Tensor:
-        """Adversarial examples of inputs (B, ...): float32, inside each one's ball."""
+        """Return adversarial examples of inputs (B, ...): float32, inside each one's ball."""
         for old, new in zip(
             self.classifier.model.parameters(), self.model.parameters(), strict=True
         ):
@@ -155,7 +155,7 @@ class AdversarialDraws(ModulePerturbation):
     def _noise(self, inputs: Tensor, record_ids: Tensor, draw_key: bytes) -> Tensor | None:
         """Return the attack's own noise, one for all its steps (Salman et al., NeurIPS 2019).
 
-        `eot` draws of each record lie beside one another.
+        `eot` draws of each record are adjacent.
         """
         shape = self.classifier.noise_shape(inputs.shape[1:])
         if shape is None:
@@ -168,7 +168,7 @@ class AdversarialDraws(ModulePerturbation):
         return torch.stack(draws, 1).view(-1, *shape).to(inputs.device)
 
     def _predicted(self, inputs: Tensor, normals: Tensor | None) -> Tensor:
-        """The class of the largest mean score under the attack's noise: int64 (B,)."""
+        """Return the class of the largest mean score under the attack's noise: int64 (B,)."""
         count = 1 if normals is None else self.method.eot
         with torch.no_grad():
             logits = self.classifier.logits(inputs.repeat_interleave(count, 0), normals)

@@ -11,6 +11,7 @@ it:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -19,12 +20,13 @@ from pydantic import Field
 from dpdist.config.sections import BaseRecipe
 from dpdist.core.fields import NotNegative, OptionCondition, Positive, RejectBool, Rule
 from dpdist.methods.base import DrawCount, Execution, Method, load_execution
+from dpdist.privacy.claims import claimed_guarantee
+from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.phases import GaussianSteps, NonPrivate, Phase
 from dpdist.privacy.plan import PrivacyPlan
 
 if TYPE_CHECKING:
     from dpdist.privacy.claims import Claim
-    from dpdist.privacy.guarantee import Guarantee
 
 
 class TransDenoiser(Method):
@@ -111,7 +113,6 @@ class TransDenoiser(Method):
 
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:
         """Return Algorithm 1's claim that transformed and added noise together are worth xi_up."""
-        from dpdist.papers.transdenoiser.claims import transdenoiser_training_claim
         from dpdist.privacy.claims import Claim
 
         if self.variant != "full":
@@ -131,3 +132,39 @@ class TransDenoiser(Method):
     def execution(self) -> Execution[Any]:
         """Return the training of the denoiser."""
         return load_execution("dpdist.papers.transdenoiser.split:TransDenoiserExecution", self)
+
+
+# --- the paper's formulas -----------------------------------------------------------------------
+
+
+def transdenoiser_training_claim(
+    xi_up: float, sample_rate: float, steps: int, delta: float = 1e-5
+) -> Guarantee:
+    """Return TransDenoiser's Theorem 3: epsilon = c2 q sqrt(T ln(1/delta)) / xi_up.
+
+    The paper leaves c2 open; 2 is our choice, the order of Abadi et al.'s.
+    """
+    value = 2 * sample_rate * math.sqrt(steps * math.log(1 / delta)) / xi_up
+    return claimed_guarantee(
+        value,
+        delta,
+        "add-or-remove-one",
+        "TransDenoiser Theorem 3 with c2 = 2",
+        ("C-Lipschitz loss", "transformed noise counts as added noise"),
+    )
+
+
+def mixed_gaussian_added_std(
+    xi_low: float, xi_up: float, s_min: float, sigma: float, steps: int = 1
+) -> float:
+    """Return the noise MMGA adds to the transformed noise (TransDenoiser, Algorithm 1).
+
+    xi_up when sqrt(steps S_min) sigma < xi_low, nothing when it reaches xi_up, the missing variance
+    in between. steps = 1 is the reading without the unjustified factor.
+    """
+    if not 0 <= xi_low <= xi_up:
+        raise ValueError(f"0 <= xi_low <= xi_up is needed, got {xi_low} and {xi_up}")
+    transformed = math.sqrt(steps * s_min) * sigma
+    if transformed < xi_low:
+        return xi_up
+    return math.sqrt(max(0.0, xi_up**2 - transformed**2))

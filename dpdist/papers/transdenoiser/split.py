@@ -35,8 +35,7 @@ from dpdist.gradients.noise import add_noise
 from dpdist.gradients.perturbations import InputPerturbation, Perturbation
 from dpdist.methods.base import Execution, MethodState
 from dpdist.models import DENOISER
-from dpdist.papers.transdenoiser.claims import mixed_gaussian_added_std
-from dpdist.papers.transdenoiser.method import TransDenoiser
+from dpdist.papers.transdenoiser.method import TransDenoiser, mixed_gaussian_added_std
 from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key
 
@@ -57,20 +56,33 @@ class TransDenoiserExecution(Execution[TransDenoiser]):
         return InputPerturbation(self.method.augmentations, self.method.sigma)
 
     def engine(
-        self, model: nn.Module, clipping: Clipping, *, expected_batch: float, steps: int,
-        micro_batch: int | None = None, **others: Any,
-    ) -> GradientEngine:  # fmt: skip
+        self,
+        model: nn.Module,
+        clipping: Clipping,
+        *,
+        expected_batch: float,
+        steps: int,
+        micro_batch: int | None = None,
+        **others: Any,
+    ) -> GradientEngine:
         """Return the usual engine, in variant full that of Algorithm 1."""
         if self.method.variant != "full":
             return super().engine(
-                model, clipping, expected_batch=expected_batch, steps=steps,
-                micro_batch=micro_batch, **others,
-            )  # fmt: skip
+                model,
+                clipping,
+                expected_batch=expected_batch,
+                steps=steps,
+                micro_batch=micro_batch,
+                **others,
+            )
         return SplitEngine(
-            self.task().trained_module(model), self.method, clipping=clipping,
+            self.task().trained_module(model),
+            self.method,
+            clipping=clipping,
             expected_batch=expected_batch,
-            steps=steps, micro_batch=micro_batch,
-        )  # fmt: skip
+            steps=steps,
+            micro_batch=micro_batch,
+        )
 
 
 # --- the mixed Jacobian -----------------------------------------------------------------------
@@ -108,7 +120,7 @@ class MixedJacobian:
             self._by_parameters = torch.cat([piece.reshape(-1) for piece in by_parameters])
 
     def matvec(self, y: Tensor) -> Tensor:
-        """sum_i A_i y_i: y (n, v) to (w,)."""
+        """Return sum_i A_i y_i: from y (n, v) to (w,)."""
         product = (self.input_gradients * y.view_as(self.input_gradients)).sum()
         pieces = torch.autograd.grad(
             product, [*self._parameters.values()], retain_graph=True, materialize_grads=True
@@ -116,14 +128,14 @@ class MixedJacobian:
         return torch.cat([piece.reshape(-1) for piece in pieces])
 
     def rmatvec(self, u: Tensor) -> Tensor:
-        """A_i^T u for every record: u (w,) to (n, v)."""
+        """Return A_i^T u for every record: from u (w,) to (n, v)."""
         (gradient,) = torch.autograd.grad(
             self._by_parameters @ u, [self._inputs], retain_graph=True, materialize_grads=True
         )
         return gradient.reshape(self.num_records, self.num_features)
 
     def gram_matvec(self, u: Tensor) -> Tensor:
-        """A A^T u: (w,) to (w,)."""
+        """Return A A^T u: from (w,) to (w,)."""
         return self.matvec(self.rmatvec(u))
 
 
@@ -148,7 +160,7 @@ def smallest_eigenvalue(
     iterations: int = 20,
     is_sufficient: Callable[[float], bool] = lambda bound: False,
 ) -> SmallestEigenvalue:
-    """S_min of A A^T, the covariance of the transformed noise in its weakest direction.
+    """Return S_min of A A^T, the covariance of the transformed noise in its weakest direction.
 
     Exactly 0 when the rank, at most n v, is below w. Otherwise eigenvalues of small matrices, and
     Lanczos with `iterations` products on large ones: a Ritz value, which is an upper bound. enough:
@@ -185,7 +197,7 @@ def smallest_eigenvalue(
 def zero_by_symmetry(
     network: nn.Module, objective: Losses, inputs: Tensor
 ) -> SmallestEigenvalue | None:
-    """S_min = 0 for a network whose parameters can move without effect; None for others.
+    """Return S_min = 0 for a network whose parameters can move without effect; else None.
 
     `rescaling_directions` are in the null space of every A_i^T, whatever the records: the loss does
     not change along them, so neither does its gradient in the input. inputs (n, ...), of which a
@@ -222,7 +234,7 @@ def lanczos_smallest(
     iterations: int,
     is_sufficient: Callable[[float], bool] = lambda bound: False,
 ) -> tuple[float, int]:
-    """Smallest Ritz value of a symmetric positive semi-definite map, and the products it took.
+    """Return the smallest Ritz value of a symmetric positive semi-definite map, and its products.
 
     Lanczos with full reorthogonalization in float64 (Golub and Van Loan, Section 10.1). A Ritz
     value is a Rayleigh quotient, so it is never below the smallest eigenvalue; equal to it once
@@ -251,7 +263,7 @@ def lanczos_smallest(
 
 
 def rescaling_directions(network: nn.Module) -> Tensor | None:
-    """Directions in which the parameters move without changing the network, one per hidden channel.
+    """Return directions of the parameters that do not change the network, one per hidden channel.
 
     Between two affine layers with a ReLU, multiplying a channel's incoming weights and bias by c
     and its outgoing weights by 1/c changes nothing: to first order the direction (incoming,
@@ -306,7 +318,7 @@ def _outgoing(layer: nn.Module) -> int:
 
 
 def remainders(denoiser: nn.Module, inputs: Tensor, noisy: Tensor) -> Tensor:
-    """o_i = l(z_i) - [l(x_i) + (z_i - x_i) . grad_x l(x_i)]: (B,). l(z) = ||g(z) - x||^2.
+    """Return o_i = l(z_i) - [l(x_i) + (z_i - x_i) . grad_x l(x_i)], (B,); l(z) = ||g(z) - x||^2.
 
     inputs: x, noisy: z, both (B, ...). The gradient is that of z -> l(z) at z = x.
     """
@@ -342,7 +354,7 @@ def split_noise(
     batch: float,
     steps: int,
 ) -> NoiseSplit:
-    """The split of one batch: inputs x, noisy z (B, ...).
+    """Return the split of one batch: inputs x, noisy z (B, ...).
 
     batch: B, the divisor of M; steps: the run's T, credited as the paper does unless an option
     says otherwise. Units are the paper's: M is that of the mean gradient, xi that of the sum.
@@ -351,8 +363,8 @@ def split_noise(
     count = int(nonnegative.sum())
     credit = steps if options.credit_steps else 1
     if not count:
-        nobody = SmallestEigenvalue(0.0, True, "no record with a remainder >= 0")
-        return NoiseSplit(0, len(inputs), nobody, options.xi_up)
+        nothing = SmallestEigenvalue(0.0, True, "no record with a remainder >= 0")
+        return NoiseSplit(0, len(inputs), nothing, options.xi_up)
     chosen = inputs[nonnegative]
 
     def too_little(bound: float) -> bool:
@@ -418,9 +430,13 @@ class SplitEngine(GradientEngine):
         assert isinstance(draws, InputPerturbation)
         noisy = draws.perturb_inputs(inputs, record_ids, draw_key, 0)
         found = split_noise(
-            self.model, inputs, noisy, self.options,
-            batch=self.expected_batch, steps=self.steps,
-        )  # fmt: skip
+            self.model,
+            inputs,
+            noisy,
+            self.options,
+            batch=self.expected_batch,
+            steps=self.steps,
+        )
         noise = np.zeros(self.size)
         for count, xi, name in (
             (found.nonnegative, found.added_std, "nonnegative"),
