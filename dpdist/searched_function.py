@@ -40,8 +40,7 @@ from dpdist.core.files import (
     read_json,
     write_json,
 )
-from dpdist.data.overlap import single_records
-from dpdist.data.protocol import UNITS, Records, kept_generators
+from dpdist.data.protocol import UNITS, Records, kept_generators, single_records
 from dpdist.gradients.noise import add_noise
 from dpdist.privacy.ledger import JournalBusy, LedgerError
 from dpdist.private_training import (

@@ -604,25 +604,17 @@ def open_parquet(path: str | Path) -> pq.ParquetFile:
 
     Raises:
         MissingFileError: nothing lies at the path.
-        UserError: it is no regular file, its name is no text, its footer cannot be read, or the
-            footer's number of rows is not that of its row groups.
+        UserError: it is not a regular file, its name is not UTF-8, or its footer cannot be read.
     """
     import pyarrow.parquet as pq
 
-    path = check_regular_file(path)  # a pipe would be waited for without end
+    path = check_regular_file(path)  # opening a pipe would wait forever
     check_utf8_name(path)
     try:
         reader = pq.ParquetFile(path)
         names = reader.schema_arrow.names  # decoded only now
     except parquet_errors() as error:
         raise data_error(path, "not a readable Parquet file", cause=error) from None
-    about = reader.metadata
-    rows = [about.row_group(number).num_rows for number in range(about.num_row_groups)]
-    if min(rows, default=0) < 0 or sum(rows) != about.num_rows:
-        raise UserError(
-            f"{path}: damaged: its footer counts {about.num_rows:,} rows, its row groups "
-            f"{sum(rows):,}"
-        )
     for name in names:
         check_utf8_name(name, f"{path}: column {name!r}")
     return reader
@@ -662,11 +654,6 @@ def read_table(path: str | Path, columns: Mapping[str, ColumnSpec]) -> pa.Table:
         table.validate(full=True)
     except parquet_errors() as error:
         raise data_error(path, "not a readable Parquet table", cause=error) from None
-    if table.num_rows != reader.metadata.num_rows:
-        raise UserError(
-            f"{path}: damaged: its footer counts {reader.metadata.num_rows:,} rows, "
-            f"{table.num_rows:,} are there"
-        )
     check_columns(table, columns, path)
     if table.num_rows == 0:
         raise UserError(f"{path}: damaged: holds no rows")

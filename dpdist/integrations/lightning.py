@@ -20,7 +20,7 @@ from torch.utils import data as torch_data
 from dpdist.config.sections import PrivacyRecipe
 from dpdist.core.optional_imports import import_extra
 from dpdist.data.adapters import as_records
-from dpdist.data.overlap import count_common
+from dpdist.data.protocol import count_common
 from dpdist.integrations import refuse
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.private_training import PrivateTraining, StepReport

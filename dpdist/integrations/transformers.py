@@ -36,8 +36,7 @@ from dpdist.data.adapters import (
     without_transforms,
 )
 from dpdist.data.documents import PACKED, begin_again, tokenization_of
-from dpdist.data.overlap import count_common
-from dpdist.data.protocol import Records
+from dpdist.data.protocol import Records, count_common
 from dpdist.gradients.objective import additive_mask, looks_ahead
 from dpdist.integrations import raise_all, refusal, refuse
 from dpdist.models import TRAINED_BY, base_digest, base_dtype

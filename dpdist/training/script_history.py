@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.core.errors import UserError
-from dpdist.data.overlap import count_common
-from dpdist.data.protocol import Records, fields_of
+from dpdist.data.protocol import Records, count_common, fields_of
 from dpdist.models.signature import Signature, plain_outputs
 from dpdist.training.script_state import evaluation_mode, kept_buffers
 
