@@ -348,7 +348,7 @@ def test_records_of_a_class_join_at_its_rate(tmp_path):
     step = t.training.plan.step(0)  # (30 a + 10 * 4a) / 40 = 0.2
     assert step.rates_by_class == pytest.approx((4 / 35, 16 / 35)) and step.expected_batch == 8
     assert t.training.guarantee.epsilon > of("equal", {}).training.plan.guarantee().epsilon
-    with pytest.raises(UserError, match="class_sampling: must be left out where"):
+    with pytest.raises(UserError, match="class_sampling: "):
         trainer(tmp_path / "refused", training_options=given)  # the targets are tokens
     others = [{**row, "label": 2} for row in rows]
     with pytest.raises(UserError, match="label"):

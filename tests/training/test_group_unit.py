@@ -171,7 +171,7 @@ def test_audits_and_votes_of_single_records_are_refused(root, tmp_path):
         (lambda own: [*own[:-2], None, None], "is empty for 2 of"),
         (lambda own: [float(len(each)) for each in own], "must be a whole number"),
         (lambda own: [each == "patient 1" for each in own], "must be a whole number"),
-        (lambda own: [[each] for each in own], "must hold one value for each record"),
+        (lambda own: [[each] for each in own], "one value per record"),
     ],
 )
 def test_unknown_users_are_refused(root, change, said):
@@ -190,13 +190,13 @@ def test_users_of_two_types_are_refused(root):
         whole.schema.get_field_index("patient"), "patient", numbers
     )
     pq.write_table(other, root / "scans" / "train-1.parquet")
-    with pytest.raises(UserError, match="7 and '7' would be two users"):
+    with pytest.raises(UserError, match="7 and '7'"):
         check_trainable(recipe_of(root), "test")
 
 
 def test_a_user_in_both_splits_is_refused(root):
     write(root, split="test", seed=1, users=3)
-    with pytest.raises(UserError, match="3 users of scans/train are in scans/test too"):
+    with pytest.raises(UserError, match="3 users of scans/train"):
         check_trainable(recipe_of(root), "test")
 
 
@@ -334,7 +334,7 @@ def test_a_loop_refuses_what_names_no_users(tmp_path):
     ):
         with pytest.raises(UserError, match=said):
             loop_of(tmp_path / "none", data)
-    with pytest.raises(UserError, match="unit must be known for every record"):
+    with pytest.raises(UserError, match="unit must "):
         dpdist.as_records(points(), unit=[*WHOM[:-1], None])
     assert not (tmp_path / "none").exists()
     with pytest.raises(UserError, match="max_records_per_user: "):

@@ -132,7 +132,7 @@ def test_noise_is_not_searched_when_epsilon_fixes_it(recipe):
 )
 @pytest.mark.parametrize("what", [{"searcher": "optuna"}, {"asha": {"rungs": 2}}])
 def test_adaptive_searchers_are_refused_under_the_selection_laws(recipe, num_trials, what):
-    with pytest.raises(UserError, match="does not cover: take num_trials"):
+    with pytest.raises(UserError, match="num_trials"):
         recipe(tune={"num_trials": num_trials, **what})
     fixed = {"name": "fixed", "runs": 4, "mean": None}
     assert recipe(tune={"num_trials": fixed, **what}).tune.num_trials.runs == 4
