@@ -25,7 +25,7 @@ from dpdist.core.files import (
 )
 from dpdist.data.registry import BUILT_IN, DataSource
 from dpdist.data.registry import load as load_data
-from dpdist.data.test_inputs import find_test_inputs
+from dpdist.data.test_inputs import find_test_inputs, size_text
 from dpdist.methods.imported import UNUSED
 from dpdist.models import ModelSpec
 from dpdist.privacy.ledger import Ledger
@@ -213,7 +213,7 @@ def build_foreign(
     shape = foreign.input_shape or data_shape
     if shape != data_shape:
         raise UserError(
-            f"--input: must be {_by(data_shape)}, the shape of --data, got {_by(shape)}"
+            f"--input: must be {size_text(data_shape)}, the shape of --data, got {size_text(shape)}"
         )
     answers = foreign.classes or data_classes
     name, options = _factory(foreign, answers)
@@ -309,7 +309,3 @@ def _write(
             "ledger": ledger.anchor.to_dict(),
         }  # fmt: skip
     write_json(aside.training_summary, done)
-
-
-def _by(shape: tuple[int, ...]) -> str:
-    return ",".join(map(str, shape))

@@ -38,6 +38,7 @@ from dpdist.core.fields import (
     describe_averaging,
     iter_errors,
     key_error,
+    text_as,
     validation_message,
 )
 from dpdist.core.files import quoted
@@ -317,9 +318,9 @@ class ModelRecipe(Section):
     mean: list[Finite] = Field(default=[], max_length=10_000)
     std: list[Positive] = Field(default=[], max_length=10_000)
     vmap: bool = False
-    initial: PretrainedRecipe | None = None
-    classifier: PretrainedRecipe | None = None
-    denoiser: PretrainedRecipe | None = None
+    initial: Annotated[PretrainedRecipe | None, text_as("folder")] = None
+    classifier: Annotated[PretrainedRecipe | None, text_as("folder")] = None
+    denoiser: Annotated[PretrainedRecipe | None, text_as("folder")] = None
     trained: list[Text] = Field(default=[], max_length=1000)
     shifts: Annotated[int, RejectBool, Field(ge=0, le=MAX_SHIFT)] = 0
     mirrored: bool = False
@@ -333,11 +334,6 @@ class ModelRecipe(Section):
     def averaging_key(self) -> str | None:
         """Return the key that asks for an average over views, or None."""
         return "shifts" if self.shifts else "mirrored" if self.mirrored else None
-
-    @field_validator("initial", "classifier", "denoiser", mode="before")
-    @classmethod
-    def _wrap_folder(cls, value: Any) -> Any:
-        return {"folder": value} if isinstance(value, str) else value
 
     def rules(self) -> Iterator[Rule]:
         parts = [each is not None for each in (self.initial, self.classifier, self.denoiser)]
@@ -628,18 +624,13 @@ class PublicRecipe(Section):
         ),
     )  # fmt: skip
 
-    model: ModelRecipe | None = None
+    model: Annotated[ModelRecipe | None, text_as("name")] = None
     training: TrainingRecipe
     sigma: Positive | None = None
     data: DataRecipe | None = None
     augment: Literal[True] | None = None
     weights: Literal["torchvision"] | FilePath | None = None
-    denoiser: DenoiserRecipe | None = None
-
-    @field_validator("model", "denoiser", mode="before")
-    @classmethod
-    def _wrap_model_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
+    denoiser: Annotated[DenoiserRecipe | None, text_as("name")] = None
 
 
 class BaseRecipe(Section):
@@ -663,7 +654,7 @@ class BaseRecipe(Section):
 
     name: RunName
     data: DataRecipe
-    model: ModelRecipe
+    model: Annotated[ModelRecipe, text_as("name")]
     method: Any
     privacy: PrivacyRecipe
     training: TrainingRecipe
@@ -673,11 +664,6 @@ class BaseRecipe(Section):
     tune: TuneRecipe | None = None
     statistics: StatisticsRecipe | None = None
     resources: ResourcesRecipe = ResourcesRecipe()
-
-    @field_validator("model", mode="before")
-    @classmethod
-    def _wrap_model_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
 
     @field_validator("privacy", mode="before")
     @classmethod

@@ -223,6 +223,13 @@ def check_hex_key(value: str) -> str:
 
 
 HexKey = Annotated[str, AfterValidator(check_hex_key)]
+
+
+def text_as(key: str) -> BeforeValidator:
+    """Return a validator that accepts a text instead of a section with only this key."""
+    return BeforeValidator(lambda given: {key: given} if isinstance(given, str) else given)
+
+
 # accepts one value instead of a list
 OneOrMore = BeforeValidator(
     lambda given: given if given is None or isinstance(given, list | tuple) else (given,)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -38,7 +38,7 @@ from dpdist.data.protocol import (
     INPUTS,
     TARGETS,
     Records,
-    chunks_of,
+    check_labels,
     fields_of,
     find_generators,
     fingerprint_of,
@@ -59,8 +59,8 @@ IGNORED = -100  # the label of tokens that are not learned, in torch and `transf
 LABELS = "labels"
 _MASKS = ("attention_mask", "token_type_ids")
 _ONE_RECORD = (
-    "each item of {} is made of one record alone: no mixing of several, no overlapping windows, no "
-    "statistics of the whole set, nothing that is kept from item to item"
+    "each item of {} is computed from one record alone: no mixing of several, no overlapping "
+    "windows, no statistics of the whole set, no state kept from item to item"
 )
 _CHECK_KEY = bytes(32)  # seeds the augmentations when records are checked; nothing is released
 
@@ -338,7 +338,7 @@ class ArrayRecords(Records):
         target = TARGETS if TARGETS in named else options.target
         wanted = _long(named[target]) if target in named else None
         if wanted is not None:
-            check_labels(wanted, options)
+            check_labels(wanted, options.classes, options.name)
         if form is not dict and target is not None:
             named.pop(target, None)
         for name, column in () if options.ranges else named.items():
@@ -563,7 +563,7 @@ def _of_ray(data: Any, options: Options) -> Records:
     return _adapted(table.take(sorted(range(len(digests)), key=digests.__getitem__)), options)
 
 
-# --- checks of numbers and targets --------------------------------------------------------------
+# --- checks of numbers ------------ --------------------------------------------------------------
 
 
 def _check_dense(name: str, column: Tensor, options: Options) -> None:
@@ -580,66 +580,6 @@ def _check_dense(name: str, column: Tensor, options: Options) -> None:
 def _long(target: Tensor) -> Tensor:
     """Return integer targets as int64, and others as they are."""
     return target if target.is_floating_point() else target.long()
-
-
-def check_targets(records: Records, loss: str, outputs: int) -> None:
-    """Raise UserError for targets that a named loss cannot use.
-
-    Required are targets, and for cross-entropy integers below `outputs`: torch's own error would
-    quote the value.
-    """
-    if not records.has_targets:
-        Options(records.name).refuse(
-            f"must have targets for the loss {loss}, got only inputs",
-            "give (X, y), as_records(..., target=FIELD), or a loss function of your own",
-        )
-    if loss == "cross-entropy":
-        if records.examples(1)[1].is_floating_point():
-            Options(records.name).refuse(
-                "targets must be integers for the loss cross-entropy, got floats",
-                "number the classes from 0 (y.long(), or y.argmax(1) of one-hot rows)",
-            )
-        check_classes(records, outputs)
-
-
-def check_labels(target: Tensor, options: Options) -> None:
-    """Raise UserError for integer targets outside 0..classes-1.
-
-    If a record has many targets, negative ones mark positions without a target.
-    """
-    if options.classes is None or target.is_floating_point() or not target.numel():
-        return
-    low = 0 if target.dim() == 1 else int(np.iinfo(np.int64).min)
-    if int(target.max()) >= options.classes or int(target.min()) < low:
-        options.refuse(
-            f"targets must be 0 to {options.classes - 1} ({options.classes} classes), got others",
-            "number the classes from 0, or say how many there are",
-        )
-
-
-def check_one_class_each(records: Records, classes: int | None = None) -> None:
-    """Raise UserError unless each record has one class, by which it can be sampled.
-
-    classes: bound of all targets; None does not check them.
-    """
-    targets = records.examples(2)[1]
-    if not records.has_targets or targets.is_floating_point() or targets.dim() != 1:
-        raise UserError(
-            "class_sampling: must be left out unless the target of each record is one class, (B,)"
-        )
-    if classes is not None:
-        check_classes(records, classes)
-
-
-def check_classes(records: Records, classes: int) -> None:
-    """Raise UserError for a target outside 0..classes-1, which torch's own error would quote.
-
-    `ItemRecords` remember their extreme targets, so that items are not read again.
-    """
-    options = Options(records.name, classes=classes)
-    seen: Iterable[Tensor] = map(records.targets, chunks_of(records))
-    for targets in records.extremes if isinstance(records, ItemRecords) else seen:
-        check_labels(targets, options)
 
 
 # --- items ------------------------------------------------------------------------------------
@@ -668,7 +608,7 @@ class ItemRecords(Records):
         self._plain, self._key = plain, _CHECK_KEY
         self._generators = self._find_generators()
         self._last: tuple[bytes, Any, Tensor] | None = None
-        self.extremes: tuple[Tensor, ...] = ()  # least and largest integer targets, (1, ...) each
+        self._extremes: tuple[Tensor, ...] = ()  # least and largest integer targets, (1, ...) each
         self._count = _length(source, options)
         self._spec: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         with kept_generators(self._generators):
@@ -683,6 +623,9 @@ class ItemRecords(Records):
         records._key, records._last = key, None
         records._generators = self._find_generators()  # code may make them on first use
         return records
+
+    def _checked_targets(self) -> Iterator[Tensor]:
+        yield from self._extremes
 
     def _find_generators(self) -> list[Any]:
         told = self._options.before_transform
@@ -842,10 +785,10 @@ class ItemRecords(Records):
             self.has_targets = target is not None
             if target is not None:
                 row = target.unsqueeze(0)
-                check_labels(row, options)
+                check_labels(row, options.classes, options.name)
                 if not row.is_floating_point() and row.numel():
-                    least, most = self.extremes or (row, row)
-                    self.extremes = torch.minimum(least, row), torch.maximum(most, row)
+                    least, most = self._extremes or (row, row)
+                    self._extremes = torch.minimum(least, row), torch.maximum(most, row)
             if isinstance(options.unit, str):
                 item = self._item(self._plain.__getitem__, index, _CHECK_KEY)
                 named = _fields_of_item(item)[0]
@@ -887,7 +830,7 @@ class ItemRecords(Records):
             rows.append(row)
             targets.append(torch.zeros((), dtype=torch.int64) if target is None else target)
         found = torch.stack(targets)
-        check_labels(found, options)
+        check_labels(found, options.classes, options.name)
         return stack_fields(rows), found
 
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dpdist.core.errors import UserError
 from dpdist.data.record_hashes import as_array, digests_of_rows, place_of_name
 
 if TYPE_CHECKING:
@@ -158,6 +159,10 @@ class Records(ABC):
             key, self, ((self.batch(rows), self.targets(rows)) for rows in chunks_of(self))
         )
 
+    def _checked_targets(self) -> Iterator[Tensor]:
+        """Yield tensors of targets whose least and largest value are those of all records."""
+        yield from map(self.targets, chunks_of(self))
+
     def input_macs(self, key: bytes) -> Iterator[tuple[bytes, ...]]:
         """Yield MACs of each record's input, so that equal inputs of two data sets can be found.
 
@@ -218,6 +223,63 @@ def warn_if_standardized(inputs: np.ndarray, name: str) -> None:
 
 
 _FEWEST_ROWS, _NO_MEAN, _UNIT_SPREAD = 20, 1e-4, 0.03
+
+
+# --- checks of targets ------------------------------------------------------------------------
+
+
+def check_targets(records: Records, loss: str, outputs: int) -> None:
+    """Raise UserError for targets that a named loss cannot use.
+
+    Required are targets, and for cross-entropy integers below `outputs`: torch's own error would
+    quote the value.
+    """
+    if not records.has_targets:
+        raise UserError(
+            f"{records.name}: must have targets for the loss {loss}, got only inputs; give (X, y), "
+            "as_records(..., target=FIELD), or a loss function of your own"
+        )
+    if loss == "cross-entropy":
+        if records.examples(1)[1].is_floating_point():
+            raise UserError(
+                f"{records.name}: targets must be integers for the loss cross-entropy, got floats; "
+                "number the classes from 0 (y.long(), or y.argmax(1) of one-hot rows)"
+            )
+        check_classes(records, outputs)
+
+
+def check_labels(target: Tensor, classes: int | None, name: str) -> None:
+    """Raise UserError for integer targets outside 0..classes-1.
+
+    If a record has many targets, negative ones mark positions without a target.
+    """
+    if classes is None or target.is_floating_point() or not target.numel():
+        return
+    if int(target.max()) >= classes or (target.dim() == 1 and int(target.min()) < 0):
+        raise UserError(
+            f"{name}: targets must be 0 to {classes - 1} ({classes} classes), got others; number "
+            "the classes from 0, or give their number"
+        ) from None
+
+
+def check_classes(records: Records, classes: int) -> None:
+    """Raise UserError for a target outside 0..classes-1, which torch's own error would quote."""
+    for targets in records._checked_targets():
+        check_labels(targets, classes, records.name)
+
+
+def check_one_class_each(records: Records, classes: int | None = None) -> None:
+    """Raise UserError unless each record has one class, by which it can be sampled.
+
+    classes: bound of all targets; None does not check them.
+    """
+    targets = records.examples(2)[1]
+    if not records.has_targets or targets.is_floating_point() or targets.dim() != 1:
+        raise UserError(
+            "class_sampling: must be left out unless the target of each record is one class, (B,)"
+        )
+    if classes is not None:
+        check_classes(records, classes)
 
 
 # --- records of users ------------------------------------------------------------------------

@@ -130,17 +130,16 @@ def _found(
         shape = find_input_shape(first, None, features)
         if size not in (None, shape):
             raise UserError(
-                f"--input: must be {shape[0]}, the features of {files[0]}, got {_by(size)}"
+                f"--input: must be {shape[0]}, the features of {files[0]}, got {size_text(size)}"
             )
-        found = replace(found, shape=shape)
-        return found if _readable(found, files) else _copied(found, files, target)
-    sizes = {_shape_of(raw, table, row) for table in tables for row, raw in _encoded(table, image)}
-    pixels = _pixels(next(_encoded(first, image))[1], first, 0)
-    wanted = _wanted(pixels.shape, sizes, size, files[0])
-    if resize is None and sizes == {wanted} and not isinstance(first, PictureFolder):
-        found = replace(found, shape=wanted)
-        return found if _readable(found, files) else _copied(found, files, target)
-    return _written(tables, found, target, wanted, resize)
+    else:
+        sizes = {_shape_of(raw, file, row) for file in tables for row, raw in _encoded(file, image)}
+        pixels = _pixels(next(_encoded(first, image))[1], first, 0)
+        shape = _wanted(pixels.shape, sizes, size, files[0])
+        if resize is not None or sizes != {shape} or isinstance(first, PictureFolder):
+            return _written(tables, found, target, shape, resize)
+    found = replace(found, shape=shape)
+    return found if _readable(found, files) else _copied(found, files, target)
 
 
 def _readable(found: TestInputs, files: list[Path]) -> bool:
@@ -197,7 +196,7 @@ def _wanted(
     if len(size) != 3 or size[0] not in (1, 3):
         raise UserError(
             f"--input: must be channels,height,width with 1 or 3 channels for the images of "
-            f"{where}, got {_by(size)}"
+            f"{where}, got {size_text(size)}"
         )
     return size
 
@@ -305,5 +304,6 @@ def _channels_last(pixels: np.ndarray) -> np.ndarray:
     return pixels[0] if len(pixels) == 1 else np.ascontiguousarray(np.moveaxis(pixels, 0, -1))
 
 
-def _by(size: tuple[int, ...]) -> str:
+def size_text(size: tuple[int, ...]) -> str:
+    """Return a shape as the option --input takes it, such as "3,224,224"."""
     return ",".join(map(str, size))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 from dpdist import models
 from dpdist.core.errors import UserError
 from dpdist.models import ModelSpec
+from dpdist.models.features import PenultimateFeatures
 
 
 def size(spec: ModelSpec) -> int:
@@ -127,7 +130,21 @@ def test_tied_weights_are_saved(tmp_path):
     assert torch.equal(loaded(inputs), module(inputs))
 
 
-@pytest.mark.parametrize("sides", [(28, 28), (32, 32), (17, 40), (16, 16)])
+def test_a_reader_of_features_is_gone_with_its_last_reference():
+    """Models that vote are trained one after the other: none waits for the collector."""
+    gc.disable()
+    try:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        read = PenultimateFeatures(model, torch.zeros(2, 3))
+        assert torch.equal(read(torch.ones(2, 3)), model[:2](torch.ones(2, 3)))
+        there = weakref.ref(read)
+        del read
+        assert there() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("sides", [(28, 28), (17, 40), (16, 16)])
 def test_dense_layers_fit_behind_convolutions(sides):
     for options in (
         {}, {"filters": [3], "kernels": [4], "strides": [3]},
