@@ -1,8 +1,8 @@
-"""Make a run of a model that somebody else trained, for all commands but those of training.
+"""Create a run of an imported model, for all commands except training.
 
-The run has no epsilon: its plan says that dpdist did not train it, and its ledger is empty. The
-model is kept as safetensors with a description, as every trained model is; normalization belongs
-to the model, so that noise and radii are on unnormalized inputs.
+The run has no epsilon: its plan states that dpdist did not train it, and its ledger is empty. The
+model is stored as safetensors with a description; normalization is part of the model, so that noise
+and radii are in units of unnormalized inputs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from dpdist.core.files import (
 )
 from dpdist.data.registry import BUILT_IN, DataSource
 from dpdist.data.registry import load as load_data
-from dpdist.data.test_inputs import find_test_inputs
+from dpdist.data.test_inputs import find_test_inputs, size_text
 from dpdist.methods.imported import UNUSED
 from dpdist.models import ModelSpec
 from dpdist.privacy.ledger import Ledger
@@ -35,19 +35,19 @@ from dpdist.runs.recipe import Recipe, parse_recipe, plan_with_noise
 if TYPE_CHECKING:
     from torch import nn
 
-INPUTS = "inputs"  # the folder of a run that holds test inputs brought to the model's size
+INPUTS = "inputs"  # a run's folder of test inputs that were resized
 _TORCHVISION = ("torchvision", "torchvision.models")
 _TIMM = "timm"
 
 
 @dataclass(frozen=True)
 class ForeignModel:
-    """Name a model that somebody else trained, and its weights.
+    """An imported model and its weights.
 
     name: "package.module:factory", "torchvision:ARCHITECTURE", "timm:ARCHITECTURE", or a name of
-    the zoo. weights: a state dict (.pt) or .safetensors; None keeps what the factory made. options:
-    of the factory. input_shape, classes: None takes those of the data, and what the model answers.
-    mean, std: of each channel (or one for all), which the model subtracts and divides by.
+    the zoo. weights: a state dict (.pt) or .safetensors; None keeps the factory's weights. options:
+    of the factory. input_shape, classes: None takes those of the data, and of the model's outputs.
+    mean, std: constants of each channel (or one for all) for normalization.
     """
 
     name: str
@@ -61,9 +61,9 @@ class ForeignModel:
 
 @dataclass(frozen=True)
 class TestData:
-    """Name test inputs: a data set by name (in `root`, unless it is built in), or a path."""
+    """Test inputs: the name of a data set (in `root`, unless it is built in), or a path."""
 
-    __test__ = False  # no test of pytest's
+    __test__ = False  # not a test class of pytest
 
     where: str
     root: Path | None = None
@@ -71,7 +71,7 @@ class TestData:
 
     @property
     def path(self) -> Path | None:
-        """Where they lie; None where they are built in. Raises UserError where nothing lies."""
+        """Return the path; None if it is built in. Raises UserError if it does not exist."""
         under = Path(self.where) if self.root is None else self.root / self.where
         for path in (under, Path(self.where)):
             if path.exists():
@@ -79,8 +79,8 @@ class TestData:
         if self.where in BUILT_IN:
             return None
         raise UserError(
-            f"--data: must be a Parquet file, a folder of pictures or of Parquet files, or one of "
-            f"{', '.join(BUILT_IN)}, got {self.where}, which is not there"
+            f"--data: must be a Parquet file, a folder of images or of Parquet files, or one of "
+            f"{', '.join(BUILT_IN)}, got {self.where}, which does not exist"
         )
 
 
@@ -91,14 +91,14 @@ def import_model(
     *,
     certify: Mapping[str, Any] | None = None,
 ) -> Recipe:
-    """Make the run folder of a model from elsewhere; return its recipe.
+    """Create the run folder of an imported model; return its recipe.
 
-    The same import into the same folder finds the run that is there. certify: the recipe's section,
-    of a run that is made.
+    A repeated import into the same folder returns the existing run's recipe. certify: the recipe's
+    section of a new run.
 
     Raises:
         UserError: model, weights or data cannot be read or do not fit together; nothing is written.
-        DifferentRecipeError: the folder holds another run.
+        DifferentRecipeError: the folder has a different run.
     """
     asked = _asked(foreign, data)
     if folder.path.exists() and any(folder.path.iterdir()):
@@ -109,11 +109,11 @@ def import_model(
         section |= _classes(section, spec.classes)
         recipe = _recipe(foreign, folder.name, section, spec, resized, certify)
         _write(RunFolder(aside), recipe, network, spec, asked)
-    return _found(folder, asked)  # another import of the same may have been faster
+    return _found(folder, asked)  # a concurrent import of the same may have been faster
 
 
 def _asked(foreign: ForeignModel, data: TestData) -> dict[str, Any]:
-    """All that an import depends on, as JSON: the same import finds its run again."""
+    """Return everything that an import depends on as JSON, by which it is recognized."""
     from dpdist.models.weights import file_digest
 
     weights = foreign.weights and {foreign.weights.name: file_digest(foreign.weights)}
@@ -125,11 +125,11 @@ def _asked(foreign: ForeignModel, data: TestData) -> dict[str, Any]:
 
 
 def _found(folder: RunFolder, asked: Mapping[str, Any]) -> Recipe:
-    """The recipe of the run that such an import made."""
+    """Return the recipe of the run of such an import. Raises DifferentRecipeError."""
     folder.check_format()
     if not folder.imported.exists():
         raise DifferentRecipeError(
-            f"{folder.path}: a run of that name exists, which is no import; choose another --name"
+            f"{folder.path}: --name: must be unused, got that of a trained run; choose a new one"
         )
     before = read_json(folder.imported, {"model": dict, "data": dict})
     different = [
@@ -140,8 +140,8 @@ def _found(folder: RunFolder, asked: Mapping[str, Any]) -> Recipe:
     ]
     if different:
         raise DifferentRecipeError(
-            f"{folder.path}: a run of that name was imported from elsewhere "
-            f"({', '.join(different)} differ); choose another --name"
+            f"{folder.path}: --name: must be unused, got that of a different import "
+            f"({', '.join(different)} differ); choose a new one"
         )
     return folder.read_recipe()
 
@@ -152,9 +152,9 @@ def _found(folder: RunFolder, asked: Mapping[str, Any]) -> Recipe:
 def _data_section(
     data: TestData, foreign: ForeignModel, folder: RunFolder, target: Path
 ) -> tuple[dict[str, Any], tuple[int, ...], str]:
-    """The recipe's section, the shape of an input, and how pictures were brought to it.
+    """Return the recipe's section, the shape of an input, and how images were resized to it.
 
-    target: a folder that becomes `INPUTS` of the run's, for inputs that have to be written.
+    target: folder for written inputs, which becomes the run's `INPUTS`.
     """
     path = data.path
     if path is None:
@@ -177,13 +177,13 @@ def _data_section(
 
 
 def _classes(section: Mapping[str, Any], answers: int) -> dict[str, Any]:
-    """The classes of the model, which may be more than the data show. Raises UserError."""
+    """Return the number of classes, which may be more than in the data. Raises UserError."""
     known, names = section["classes"], section.get("names")
     fixed = bool(names) or section.get("root") is None
     if answers < known or (fixed and answers != known):
         raise UserError(
-            f"--classes: must be {known}, the classes of --data, and the model answers with "
-            f"{answers}; name the data that it was trained for, all of its classes in order"
+            f"--classes: must be {known}, the classes of --data, got {answers} outputs of the "
+            "model; name data with all classes of its training, in order"
         )
     return {"classes": answers}
 
@@ -198,12 +198,12 @@ def build_foreign(
 
     Args:
         foreign: the model.
-        data_shape: of an input of the data, taken where `foreign` gives none.
-        data_classes: of the data, taken where `foreign` gives none.
+        data_shape: of an input of the data, if `foreign` has none.
+        data_classes: of the data, if `foreign` has none.
 
     Raises:
-        UserError: the factory fails, the weights do not fit, or the model does not answer with one
-            logit for each class.
+        UserError: the factory fails, the weights do not fit, or the model does not return one logit
+            for each class.
     """
     import torch
 
@@ -213,30 +213,26 @@ def build_foreign(
     shape = foreign.input_shape or data_shape
     if shape != data_shape:
         raise UserError(
-            f"--input: must be {_by(data_shape)}, the shape of --data, got {_by(shape)}"
+            f"--input: must be {size_text(data_shape)}, the shape of --data, got {size_text(shape)}"
         )
-    name, options = _factory(foreign, foreign.classes or data_classes)
-    spec = ModelSpec(
-        name, shape, foreign.classes or data_classes, options, foreign.mean, foreign.std
-    )
+    answers = foreign.classes or data_classes
+    name, options = _factory(foreign, answers)
+    spec = ModelSpec(name, shape, answers, options, foreign.mean, foreign.std)
     network = models.build_model(spec).eval()
     inner = network.network if isinstance(network, NormalizedNetwork) else network
     if foreign.weights is not None:
         load_foreign(inner, read_weights(foreign.weights), foreign.weights)
-    answers = foreign.classes or data_classes
-    with torch.inference_mode(), suppress(Exception):  # `check_outputs` says what fails
+    with torch.inference_mode(), suppress(Exception):  # `check_outputs` reports what fails
         answers = int(network(torch.zeros(2, *shape)).shape[1])
     if foreign.classes not in (None, answers):
-        raise UserError(
-            f"--classes: must be {answers}, as the model answers, got {foreign.classes}"
-        )
-    spec = ModelSpec(name, shape, answers, options, foreign.mean, foreign.std)
+        raise UserError(f"--classes: must be {answers}, the model's outputs, got {foreign.classes}")
+    spec = replace(spec, classes=answers)
     models.check_outputs(network, spec)
     return network, spec
 
 
 def _factory(foreign: ForeignModel, classes: int) -> tuple[str, dict[str, Any]]:
-    """The factory's name and options, the number of classes among them where it takes that so."""
+    """Return the factory's name and options, including the number of classes if it is one."""
     from dpdist.models.builder import class_parameter, takes_shape
     from dpdist.models.spec import import_factory, named_networks
 
@@ -266,9 +262,13 @@ def _factory(foreign: ForeignModel, classes: int) -> tuple[str, dict[str, Any]]:
 
 
 def _recipe(
-    foreign: ForeignModel, name: str, section: Mapping[str, Any], spec: ModelSpec, resized: str,
+    foreign: ForeignModel,
+    name: str,
+    section: Mapping[str, Any],
+    spec: ModelSpec,
+    resized: str,
     certify: Mapping[str, Any] | None,
-) -> Recipe:  # fmt: skip
+) -> Recipe:
     from dpdist.models.weights import file_digest
 
     method: dict[str, Any] = {"name": "imported", "inputs": resized}
@@ -278,20 +278,22 @@ def _recipe(
         "name": name,
         "data": dict(section),
         "model": {
-            "name": spec.name, "options": spec.options, "mean": list(spec.mean),
+            "name": spec.name,
+            "options": spec.options,
+            "mean": list(spec.mean),
             "std": list(spec.std),
         },
         "method": method,
         "certify": None if certify is None else dict(certify),
         **UNUSED,
-    }  # fmt: skip
+    }
     return parse_recipe(raw, "import")
 
 
 def _write(
     aside: RunFolder, recipe: Recipe, network: nn.Module, spec: ModelSpec, asked: Mapping[str, Any]
 ) -> None:
-    """All files of the run: what a finished training would have left, and what was imported."""
+    """Write the files of a finished training, and the record of the import."""
     make_private_folder(aside.private)
     write_atomic(aside.recipe_file, recipe.to_yaml())
     write_json(aside.path / "run.json", {"format": FORMAT, **WRITER})
@@ -307,7 +309,3 @@ def _write(
             "ledger": ledger.anchor.to_dict(),
         }  # fmt: skip
     write_json(aside.training_summary, done)
-
-
-def _by(shape: tuple[int, ...]) -> str:
-    return ",".join(map(str, shape))

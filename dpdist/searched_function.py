@@ -34,9 +34,13 @@ from dpdist.cluster.work import WorkerGroup, WorkerPlace, WorkersFailedError
 from dpdist.config.search import TuneRecipe
 from dpdist.config.sections import PrivacyRecipe
 from dpdist.core.errors import UserError, is_disk_full
-from dpdist.core.files import error_text, make_private_folder, read_json, write_json
-from dpdist.data.overlap import single_records
-from dpdist.data.protocol import UNITS, Records, kept_generators
+from dpdist.core.files import (
+    error_text,
+    make_private_folder,
+    read_json,
+    write_json,
+)
+from dpdist.data.protocol import UNITS, Records, kept_generators, single_records
 from dpdist.gradients.noise import add_noise
 from dpdist.privacy.ledger import JournalBusy, LedgerError
 from dpdist.private_training import IN_SEARCH, PrivateTraining, RunBusyError

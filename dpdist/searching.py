@@ -33,8 +33,7 @@ from dpdist.config.training import ResourcesRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.files import error_text, read_json, write_atomic, write_json
 from dpdist.data.adapters import as_records
-from dpdist.data.overlap import count_common, single_records
-from dpdist.data.protocol import Records, UserRecords, Users
+from dpdist.data.protocol import Records, UserRecords, Users, count_common, single_records
 from dpdist.evaluation import evaluate_stage
 from dpdist.pipeline import run_session, search_stage
 from dpdist.pipeline import tune as tune_recipe

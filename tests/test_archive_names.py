@@ -98,9 +98,9 @@ def test_objects_outside_the_prefix_are_not_read(archived, tmp_path):
     ):
         forge_manifest(archived, lambda m, name=name: m["files"]["recipe.yaml"].update(object=name))
         refused(archived, tmp_path, "damaged")
-    with pytest.raises(ClusterError, match="not a plain path"):
+    with pytest.raises(ClusterError, match="plain path"):
         archived.get("../mine/secret")
-    with pytest.raises(ClusterError, match="not a plain path"):
+    with pytest.raises(ClusterError, match="plain path"):
         archived.delete("../mine/secret")
     archived.put("claims/readme", b"")
     refused(archived, tmp_path, "is no claim of an archive")

@@ -124,8 +124,8 @@ def small_changes(path, root, monkeypatch):
         if recipe.public.weights is not None:
             small["public.weights"] = None  # nothing is downloaded here
         small["public.training"] = {"batch_size": 2, "steps": 1, "learning_rate": 0.01}
-        for made in registry.SYNTHETIC.values():
-            monkeypatch.setattr(made, "records", 400)
+        for name in registry.SYNTHETIC_RECORDS:
+            monkeypatch.setitem(registry.SYNTHETIC_RECORDS, name, 400)
     return small
 
 

@@ -35,7 +35,7 @@ DataName = Annotated[
 ClassCount = Annotated[int, RejectBool, Field(ge=1, le=2**20)]
 
 
-BUILT_IN_DATASETS = ("digits", "strokes", "scenes")  # `dpdist.data` has them, without files
+BUILT_IN_DATASETS = ("digits", "strokes", "scenes")  # in `dpdist.data`, without files
 
 
 class ColumnNames(Section):
@@ -44,11 +44,11 @@ class ColumnNames(Section):
     Attributes:
         image: Column of the encoded image, such as the bytes of a PNG file.
         label: Column of the label.
-        features: Columns of numbers that make up the input, in place of the image. A pattern such
-            as mean_* names all columns that fit.
-        user: Column that says whom a record belongs to, the unit with privacy.unit: user.
+        features: Columns of numbers that are the input, instead of the image. A pattern such as
+            mean_* names all matching columns.
+        user: Column of the user of a record, the unit with privacy.unit: user.
         preprocessing: By column, how its raw cells become inputs, by public constants. A release
-            keeps it, so that raw rows are predicted on.
+            includes it, so that it predicts on raw rows.
     """
 
     image: Text = "image"
@@ -67,12 +67,12 @@ class ColumnNames(Section):
         both = [name for name in dropped if name in self.features]
         yield Rule(both, f"must not name {both[:1]}, which is dropped", "features")
         patterns = any(set(name) & set("*?[") for name in self.features)
-        rule = "must be names, not patterns, beside preprocessing other than drop"
+        rule = "must be names, not patterns, with preprocessing other than drop"
         yield Rule(kept and patterns, rule, "features")
 
     @property
     def feature_rules(self) -> dict[str, ColumnPreprocessing]:
-        """Return how each feature becomes inputs, in order; {} where nothing is done to them."""
+        """Return the rule of each feature, in order; {} without preprocessing."""
         if not any(not rule.drop for rule in self.preprocessing.values()):
             return {}
         plain = ColumnPreprocessing()
@@ -80,7 +80,7 @@ class ColumnNames(Section):
 
     @property
     def in_unit_range(self) -> bool:
-        """Return whether all inputs lie in [0, 1] by what is declared."""
+        """Return whether preprocessing maps all inputs to [0, 1]."""
         rules = self.feature_rules.values()
         return bool(rules) and all(rule.in_unit_range for rule in rules)
 
@@ -97,15 +97,15 @@ class TextRecipe(Section):
 
     Attributes:
         column: Column of the text.
-        length: The most tokens of a record that are read, from its beginning.
-        tokenizer: A tokenizer.json file that cuts texts into tokens, or the folder that holds it.
-        words: Number of words taken from words.txt, which lies beside the files.
-        predict: The target: the label of a document, or after each of its tokens the next one.
+        length: Largest number of tokens of a record, from its beginning.
+        tokenizer: A tokenizer.json file, or its folder.
+        words: Number of words from words.txt, which is next to the files.
+        predict: The target: the label of a document, or the next token after each of its tokens.
         prompt: Column of prompts, which are read and not learned.
         answer: Column of their answers, which are learned.
-        messages: Column of chats, messages of a role and a content; the assistant's are learned.
-        bos_eos: Put the tokenizer's begin and end of a text around each document. One that is cut
-            has no end.
+        messages: Column of chats, messages with a role and a content; the assistant's are learned.
+        bos_eos: Put the tokenizer's begin and end tokens around each document. One that is cut has
+            no end token.
     """
 
     column: Text = "text"
@@ -128,7 +128,7 @@ class TextRecipe(Section):
         marks = self.bos_eos and (self.tokenizer is None or self.has_prompts)
         yield Rule(marks, "must be false without tokenizer, or with prompt or messages", "bos_eos")
         two = self.words is not None and self.tokenizer is not None
-        yield Rule(two, "not beside tokenizer: tokens are of one vocabulary", "words")
+        yield Rule(two, "must be left out with tokenizer", "words")
 
     @property
     def has_prompts(self) -> bool:
@@ -137,31 +137,31 @@ class TextRecipe(Section):
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """Return the tokenizer.json, also where its folder is named."""
+        """Return the path of the tokenizer.json, also if `tokenizer` is its folder."""
         folder = self.tokenizer is not None and self.tokenizer.is_dir()
         return self.tokenizer / "tokenizer.json" if folder else self.tokenizer  # type: ignore[operator]
 
     @property
     def predicts_next_token(self) -> bool:
-        """Return whether the next tokens are learned, and no label is read."""
+        """Return whether next tokens are learned, and no label is read."""
         return self.predict == "next"
 
 
 class DataRecipe(Section):
-    """The data set: a built-in name, or a folder of tables or pictures under `root`.
+    """The data set: a built-in name, or a folder of tables or images in `root`.
 
     Attributes:
         name: A built-in name (digits, strokes, scenes), or a folder in `root` of Parquet, CSV or
-            JSONL files, or of pictures (SPLIT/CLASS/*.png).
-        root: Folder that holds the data sets.
-        classes: Number of classes of the files; with targets that are no classes, how many targets
-            a record has. It follows from `names` where they are given.
-        names: Names of the classes, by number. A label column of text holds these names.
+            JSONL files, or of images (SPLIT/CLASS/*.png).
+        root: Folder of the data sets.
+        classes: Number of classes of the files; with other targets, number of targets of a record.
+            By default the number of `names`, if given.
+        names: Names of the classes, by number, as in a label column of text.
         labels: Use only the records of these labels, renumbered in this order.
         train: Name of the training split: a file without its ending, or a folder.
         test: Name of the test split, which is public and not protected.
         columns: Names of the columns that hold a record.
-        text: Read records as texts, one document a record.
+        text: Read records as texts, one document per record.
     """
 
     conditions = (
@@ -174,7 +174,7 @@ class DataRecipe(Section):
                 "columns.features",
                 "columns.user",
             ),
-            "to files (data.root), not to what is built in",
+            "to files (data.root), not to built-in data sets",
             lambda data: data.root is not None or data.name not in BUILT_IN_DATASETS,
         ),
         OptionCondition(
@@ -203,16 +203,16 @@ class DataRecipe(Section):
     columns: ColumnNames = ColumnNames()
     text: TextRecipe | None = None
     max_train: Count | None = Field(
-        default=None, description="use about so many records, chosen by hash; for smoke runs"
+        default=None, description="use about this many records, chosen by hash; for smoke runs"
     )
     drop_test_records: bool = Field(
-        default=False, description="leave records out of training that are in the test split too"
+        default=False, description="leave out of training records that are in the test split"
     )
     public: FractionBelowOne = Field(
         default=0.0, description="declare this fraction (by hash) public: no run trains on it"
     )
     private_eval_fraction: FractionBelowOne = Field(
-        default=0.0, description="keep this fraction (by hash) of the private records out"
+        default=0.0, description="hold out this fraction (by hash) of the private records"
     )
     fraction: PositiveFraction = Field(
         default=1.0, description="train on this fraction (by hash) of the others"
@@ -235,7 +235,7 @@ class DataRecipe(Section):
     @field_validator("class_sampling", "class_counts", mode="before")
     @classmethod
     def _name_classes(cls, value: Any) -> Any:
-        """Take a class's number for its name, as YAML reads it."""
+        """Convert a class's number, as YAML reads it, to its name."""
         if not isinstance(value, Mapping):
             return value
         named = {str(key) if type(key) is int else key: each for key, each in value.items()}
@@ -246,7 +246,7 @@ class DataRecipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _infer_class_count(cls, value: Any) -> Any:
-        """Count the tokens, the outputs or the names, where `classes` is not given."""
+        """Set `classes`, if it is not given, to the number of tokens, outputs or names."""
         if not isinstance(value, dict) or "classes" in value:
             return value
         names, text = value.get("names"), value.get("text")
@@ -259,26 +259,24 @@ class DataRecipe(Section):
         return {**value, "classes": len(names)} if isinstance(names, list) and names else value
 
     def rules(self) -> Iterator[Rule]:
-        names, labels, text, following = (
-            self.names, self.labels, self.text, self.predicts_next_token
-        )  # fmt: skip
+        names, labels, text = self.names, self.labels, self.text
+        following = self.predicts_next_token
         each = f"one for each of the {self.classes} classes, all different"
         yield Rule(names and not len(names) == len(set(names)) == self.classes, each, "names")
         outside = max(labels, default=-1) >= self.classes
         rule = f"two or more of 0 to {self.classes - 1}, each once, got {labels}"
         yield Rule(len(set(labels)) != len(labels) or len(labels) == 1 or outside, rule, "labels")
-        either = "not beside columns.features: a record is one or the other"
+        either = "must be left out with columns.features"
         yield Rule(text is not None and self.columns.features, either, "text")
         known = vocabulary_size(text.words) if text is not None else 0
         own = text is not None and following and text.tokenizer is None
-        rule = f"leave it out: with text.predict: next it is {known:,} tokens"
+        rule = f"must be left out with text.predict: next, or {known:,}, the number of tokens"
         yield Rule(own and self.classes != known, rule, "classes")
         other = self.targets != "class"
-        yield Rule(
-            (names or labels) and (following or other), "leave them out without classes",
-            "names, labels",
-        )  # fmt: skip
-        yield Rule(other and following, f"not beside targets: {self.targets}", "text.predict")
+        without = (names or labels) and (following or other)
+        yield Rule(without, "must be left out without classes", "names, labels")
+        beside = f"must not be next with targets: {self.targets}"
+        yield Rule(other and following, beside, "text.predict")
         built_in = self.root is None and self.name in BUILT_IN_DATASETS
         rule = f"must be class: {self.name} is built in; give data.root"
         yield Rule(other and built_in, rule, "targets")
@@ -299,15 +297,14 @@ class DataRecipe(Section):
         )
         yield Rule(
             not self.class_counts,
-            "must be the public number of records of each class with data.class_sampling, got "
-            "none: counts "
-            "of private records would move every rate",
+            "must be the public number of records of each class with data.class_sampling, as "
+            "counts of private records would change every rate",
             "class_counts",
             see="explanation/privacy.md#rare-classes",
         )
         for key in ("class_sampling", "class_counts"):
             given = getattr(self, key)
-            lacks = [f"none for {name!r}" for name in self.class_names if name not in given]
+            lacks = [f"no {name!r}" for name in self.class_names if name not in given]
             unknown = [f"the unknown class {n!r}" for n in given if n not in self.class_names]
             got = ", ".join(lacks[:3] + unknown[:3])
             rule = f"must be one number for each of the {self.num_classes} classes, got {got}"
@@ -315,20 +312,19 @@ class DataRecipe(Section):
 
     @property
     def predicts_next_token(self) -> bool:
-        """Return whether a record has many targets, its own next tokens."""
+        """Return whether the targets of a record are its next tokens."""
         return self.text is not None and self.text.predicts_next_token
 
     @property
     def privacy_unit(self) -> str:
-        """Return the unit of privacy that the guarantee protects, in words."""
+        """Return the unit that the guarantee protects, in words."""
         return "one record" if self.text is None else "one document, a row of the table"
 
     @property
     def unverified_assumptions(self) -> list[str]:
         """Return the unchecked assumptions of the guarantee.
 
-        A vocabulary that was learned from private documents would move the tokens of all
-        others.
+        A vocabulary learned from a private document would change the tokens of all others.
         """
         if self.text is None or (self.text.tokenizer is None and self.text.words is None):
             return []
@@ -338,20 +334,20 @@ class DataRecipe(Section):
         return [f"no private document is among what {name} was learned from"]
 
     def numeric_input_error(self, option: str) -> str | None:
-        """Return why `option`, which needs numeric inputs, is refused; None when it is allowed."""
+        """Return why `option`, which needs numeric inputs, is not supported; or None."""
         if self.text is None:
             return None
-        return f"{option}: is for inputs that are numbers; those of data.text are tokens"
+        return f"{option}: needs numeric inputs; those of data.text are tokens"
 
     def single_label_error(self, option: str) -> str | None:
-        """Why `option`, which asks about a record's one label, is refused; None where it is not."""
+        """Return why `option`, which needs one label per record, is not supported; or None."""
         if self.predicts_next_token:
-            why = "data.text.predict: next there is none"
+            key = "data.text.predict: next"
         elif self.targets != "class":
-            why = f"data.targets: {self.targets} there is none"
+            key = f"data.targets: {self.targets}"
         else:
             return None
-        return f"{option}: is for records of one label; with {why}"
+        return f"{option}: is for records of one label; with {key} there is none"
 
     @property
     def num_classes(self) -> int:
@@ -360,16 +356,13 @@ class DataRecipe(Section):
 
     @property
     def class_names(self) -> list[str]:
-        """Return the names of the classes of a model of these records; their numbers by default."""
+        """Return the names of the classes of a model of these records, by default numbers."""
         names = self.names or [str(number) for number in range(self.classes)]
         return [names[label] for label in self.labels] or names
 
     @property
     def content_filter_key(self) -> str | None:
-        """Return the field that takes or leaves a record by its content.
-
-        None where all are taken.
-        """
+        """Return the field that selects records by their content, or None."""
         fields = ("labels", "max_train", "drop_test_records", "public", "private_eval_fraction")
         found = next((name for name in fields if getattr(self, name)), None)
         return "fraction" if found is None and self.fraction < 1 else found

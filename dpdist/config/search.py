@@ -37,16 +37,16 @@ def _also_kind(given: Any) -> str:
 
 
 class Domain(Section):
-    """The values of one field: exactly one of a range (both ends included) and a list.
+    """The values of one field: either a range (including both ends) or a list.
 
     Attributes:
-        log_uniform: A range [LOW, HIGH], drawn evenly by the logarithm.
-        uniform: A range [LOW, HIGH], drawn evenly.
-        integer: A range [LOW, HIGH] of whole numbers, drawn evenly.
-        choice: A list of values, drawn evenly; a value may be a whole section.
-        linked: Further fields that take the same value, such as method.sigma beside certify.sigma.
-            Or by field a list with one value for each value of `choice`, in its order, for fields
-            that only go together, such as the two parts of a noise split.
+        log_uniform: A range [LOW, HIGH], sampled uniformly by the logarithm.
+        uniform: A range [LOW, HIGH], sampled uniformly.
+        integer: A range [LOW, HIGH] of integers, sampled uniformly.
+        choice: A list of values, sampled uniformly; a value may be a whole section.
+        linked: More fields with the same value, such as method.sigma with certify.sigma. Or by
+            field a list with one value for each value of `choice`, for fields that are only valid
+            together, such as the two parts of a noise split.
     """
 
     log_uniform: tuple[Finite, Finite] | None = None
@@ -63,24 +63,21 @@ class Domain(Section):
         kinds = ("log_uniform", "uniform", "integer", "choice")
         given = [kind for kind in kinds if getattr(self, kind) is not None]
         yield Rule(len(given) != 1, f"give exactly one of {', '.join(kinds)}")
-        yield Rule(self.choice == (), "choice must not be empty")
+        yield Rule(self.choice == (), "must not be empty", "choice")
         if self.choice is None:
             low, high = self.values_or_bounds
-            yield Rule(not low <= high, f"{given[0]} must be [low, high], ascending")
-            yield Rule(self.log_uniform and low <= 0, "log_uniform needs a low end above 0")
+            yield Rule(not low <= high, "must be [LOW, HIGH], ascending", given[0])
+            yield Rule(self.log_uniform and low <= 0, "must have a low end above 0", "log_uniform")
         if not isinstance(self.linked, dict):
             return
-        named = "linked: must be names of fields, without values, beside a range"
-        yield Rule(self.choice is None, named)
+        named = "must be names of fields, without values, with a range"
+        yield Rule(self.choice is None, named, "linked")
         choice = self.choice or ()
         for field, listed in self.linked.items():
-            yield Rule(
-                len(listed) != len(choice),
-                f"linked: {field}: must list one value for each of choice's {len(choice)}, got "
-                f"{len(listed)}",
-            )
+            rule = f"must have one value for each of choice's {len(choice)}, got {len(listed)}"
+            yield Rule(len(listed) != len(choice), rule, f"linked.{field}")
         again = any(value in choice[:place] for place, value in enumerate(choice))
-        yield Rule(again, "choice: must not repeat a value where also has values beside it")
+        yield Rule(again, "must not repeat a value if linked has values", "choice")
 
     @property
     def values_or_bounds(self) -> tuple[Any, ...]:
@@ -90,9 +87,9 @@ class Domain(Section):
         return found
 
     def value_of(self, field: str, value: Any) -> Any:
-        """Return the value that `field` gets where the domain's own field gets `value`.
+        """Return the value of `field` if the domain's own field has `value`.
 
-        Raises UserError for a value that is not listed, where others stand beside those that are.
+        Raises UserError for an unlisted value, if `linked` has values.
         """
         if self.choice is None or not isinstance(self.linked, dict) or field not in self.linked:
             return value
@@ -102,55 +99,56 @@ class Domain(Section):
 
     @property
     def description(self) -> str:
-        """Return the values for a reader."""
+        """Return the values in words."""
         if self.choice is not None:
             text = f"one of {', '.join(map(str, self.choice))}"
         else:
             low, high = self.values_or_bounds
-            text = f"{low:g} to {high:g}{', whole numbers' if self.integer else ''}"
+            text = f"{low:g} to {high:g}{', integers' if self.integer else ''}"
         more = f"; the same for {', '.join(self.linked)}" if self.linked else ""
         if isinstance(self.linked, dict):
             more = "".join(
                 f"; with {field} {', '.join(map(str, values))}"
                 for field, values in self.linked.items()
             )
-        return f"{text}{', evenly by its logarithm' if self.log_uniform else ''}{more}"
+        return f"{text}{', uniform by the logarithm' if self.log_uniform else ''}{more}"
 
 
 class NumTrialsRecipe(Section):
     """The distribution of the number of trials K.
 
-    logarithmic, geometric, negative-binomial, poisson and binomial draw a secret K with this mean;
-    only the best trial is ever released. fixed: K = runs, public, paid by plain composition; every
-    trial may be shown, and the searcher may adapt.
+    logarithmic, geometric, negative-binomial, poisson and binomial sample a secret K with this
+    mean; only the best trial is ever released. fixed: K = runs is public, with the privacy cost of
+    plain composition; every trial may be shown, and the searcher may adapt.
 
     Attributes:
         name: The distribution.
-        mean: Mean of the number of trials, of every distribution but fixed.
+        mean: Mean of the number of trials, of every distribution except fixed.
         shape: Shape of num_trials negative-binomial, at least -1/2.
-        runs: Number of trials of num_trials fixed; the most trials of num_trials binomial, so that
-            a search has a longest time.
+        runs: Number of trials of num_trials fixed; the largest number of num_trials binomial, which
+            limits the time of a search.
     """
 
     name: Literal["logarithmic", "geometric", "negative-binomial", "poisson", "binomial", "fixed"]
     mean: Annotated[float, RejectBool, Field(ge=1, le=10_000)] | None = None
-    # Below -1/2 the tail of K is so long that no computer could run every draw.
+    # Below -1/2 the tail of K is too long to run every sample.
     shape: Annotated[float, RejectBool, Field(ge=-0.5, le=1000)] | None = None
     runs: TrialCount | None = None
 
     def rules(self) -> Iterator[Rule]:
-        runs = "runs belongs to the distributions fixed and binomial, which need it"
-        yield Rule((self.name in ("fixed", "binomial")) != (self.runs is not None), runs)
-        mean = "mean (of the number of trials) belongs to every distribution but fixed"
-        yield Rule((self.name == "fixed") == (self.mean is not None), mean)
+        only = "must be given with num_trials {}, and only then"
+        runs = (self.name in ("fixed", "binomial")) != (self.runs is not None)
+        yield Rule(runs, only.format("fixed or binomial"), "runs")
+        mean = "must be given unless num_trials is fixed, and only then"
+        yield Rule((self.name == "fixed") == (self.mean is not None), mean, "mean")
         beyond = self.runs is not None and self.mean is not None and self.mean > self.runs
-        yield Rule(beyond, f"mean must be <= runs, the {self.runs} trials there may be")
-        shape = "shape belongs to num_trials negative-binomial, which needs it"
-        yield Rule((self.name == "negative-binomial") != (self.shape is not None), shape)
+        yield Rule(beyond, f"must be <= runs ({self.runs})", "mean")
+        shape = (self.name == "negative-binomial") != (self.shape is not None)
+        yield Rule(shape, only.format("negative-binomial"), "shape")
 
     @property
     def secret_distribution(self) -> TrialDistribution | None:
-        """Return the distribution of a secret number of trials; None if it is fixed and public."""
+        """Return the distribution of a secret number of trials; None if it is public."""
         if self.mean is None:
             return None
         if self.name == "binomial":
@@ -165,13 +163,13 @@ class NumTrialsRecipe(Section):
 
     @property
     def description(self) -> str:
-        """Return the distribution in words; with `fixed` the number of trials is public."""
+        """Return the distribution in words."""
         secret = self.secret_distribution
         return f"fixed, {self.runs} trials" if secret is None else secret.describe()
 
     @property
     def full_description(self) -> str:
-        """Return the distribution in words, with a number of trials hardly ever exceeded."""
+        """Return the distribution in words, with a number of trials that is likely exceeded."""
         secret = self.secret_distribution
         if secret is None:
             return self.description
@@ -181,13 +179,13 @@ class NumTrialsRecipe(Section):
 
 
 class PublicData(Section):
-    """Named public records to score on, free of charge.
+    """Named public records for scores, without privacy cost.
 
     Attributes:
         name: A built-in name, or a folder of Parquet files.
-        root: Folder that holds the data set; by default data.root.
-        split: The split that is scored on.
-        max_records: The most records that are scored.
+        root: Folder of the data set; by default data.root.
+        split: The split for scores.
+        max_records: Largest number of scored records.
     """
 
     name: Text
@@ -197,7 +195,7 @@ class PublicData(Section):
 
 
 class FunctionScore(Section):
-    """Describe the score of a search over a function (`dpdist.tune`); no command can repeat it.
+    """The score of a search over a function (`dpdist.tune`); no command can repeat it.
 
     Attributes:
         value: Name of the function that values a record.
@@ -227,43 +225,43 @@ _KEYS = {  # of each objective that needs some
     "balanced-accuracy": ("class_weights",),
     "value": ("value", "value_range"),
 }
-_UNWRITTEN = Field(exclude_if=lambda value: value is None)  # in recipes that do without
+_UNWRITTEN = Field(exclude_if=lambda value: value is None)  # omitted from recipes without it
 
 
 class ScoreRecipe(Section):
-    """The score of a trial: by public records, or by a noisy count over held-out private ones.
+    """The score of a trial: by public records, or by a noisy sum over held-out private ones.
 
     With privacy.unit: user, `private_eval_fraction` and `noise` are of users; each adds its
     records' mean.
 
     Attributes:
-        public: Named public records to score on, free of charge.
-        private_eval_fraction: The fraction of the training records (by hash) kept for scoring.
-        noise: Standard deviation of the noise on the count of held-out records; by default as much
-            as costs no more than the training.
+        public: Named public records for scores, without privacy cost.
+        private_eval_fraction: Fraction of the training records (by hash) held out for scores.
+        noise: Standard deviation of the noise on the sum over held-out records; by default the
+            privacy cost of scores is at most that of the training.
         objectives: Weights of accuracy, brier (1 - half the Brier score), log-loss (1 - log loss /
-            `log_loss_cap`), balanced-accuracy (by `class_weights`), value (a function of yours),
+            `log_loss_cap`), balanced-accuracy (by `class_weights`), value (your own function),
             certified-accuracy (at L2 `radius`) and average-radius (cut at `radius_cap`). Each is a
-            record's value in [0, 1], so that a record, or a person, moves the sum by 1 at most.
+            record's value in [0, 1], so that a record, or a user, changes the sum by at most 1.
             The certified ones smooth with certify.sigma.
         radius: The L2 radius of objective certified-accuracy.
-        radius_cap: The cut of objective average-radius: one input counts at most this much.
+        radius_cap: The largest radius of an input in objective average-radius.
         log_loss_cap: The largest log loss of a record, in nats, of objective log-loss.
         class_weights: PUBLIC weights of the classes, in their order, of objective
-            balanced-accuracy: 1 / (classes * share of the class).
+            balanced-accuracy: 1 / (classes * fraction of the class).
         value: The function of objective value, `package.module:function`: of a model and a batch
             (inputs, targets) to one value per record, the larger the better. It is executed.
-        value_range: The range [LOW, HIGH] that values are clipped to.
-        samples: Noisy copies of each record that bound its probability; as many, 100 at most,
-            choose its class before.
+        value_range: The range [LOW, HIGH] to which values are clipped.
+        samples: Number of noisy copies of each record that bound its probability; first the same
+            number, at most 100, select its class.
         alpha: Error probability of each record's certificate in a score.
-        function: The score of a search over a function; written by `dpdist.tune` alone.
+        function: The score of a search over a function; only `dpdist.tune` writes it.
     """
 
     conditions = (
         OptionCondition(
             ("private_eval_fraction",),
-            "without public: it is of private records",
+            "without public, as it is of private records",
             lambda it: not it.is_public and it.function is None,
         ),
         OptionCondition(
@@ -290,16 +288,16 @@ class ScoreRecipe(Section):
     def rules(self) -> Iterator[Rule]:
         for objective, keys in _KEYS.items():
             for key in keys:
-                missing = (objective in self.objectives) != (getattr(self, key) is not None)
-                yield Rule(missing, f"{key} belongs to objective {objective}, which needs it")
+                wrong = (objective in self.objectives) != (getattr(self, key) is not None)
+                yield Rule(wrong, f"must be given with objective {objective}, and only then", key)
         low, high = self.value_range or (0, 1)
-        yield Rule(low >= high, "value_range must be [low, high], ascending")
-        noise = "noise belongs to private scoring; public records need none"
-        yield Rule(self.is_public and self.noise is not None, noise)
+        yield Rule(low >= high, "must be [LOW, HIGH], ascending", "value_range")
+        noisy = self.is_public and self.noise is not None
+        yield Rule(noisy, "must be left out with public records", "noise")
 
     @property
     def is_public(self) -> bool:
-        """Return whether trials are scored on public records, which costs nothing."""
+        """Return whether trials are scored on public records, without privacy cost."""
         return self.public is not None if self.function is None else self.function.public
 
     @property
@@ -310,7 +308,7 @@ class ScoreRecipe(Section):
         """Return the records that trials are scored on, in words.
 
         Args:
-            counted: the word for the units of the plan, "records" or "users".
+            counted: units of the plan, "records" or "users".
         """
         if self.function is not None:
             kind = "public records" if self.function.public else f"held-out private {counted}"
@@ -322,15 +320,15 @@ class ScoreRecipe(Section):
 
     @property
     def caution(self) -> str | None:
-        """Return what a reader must know of the objective, if anything.
+        """Return a caution about the objective, or None.
 
-        Source: arXiv 2410.06895, where the average is raised by easy inputs alone.
+        Source: arXiv 2410.06895, where easy inputs alone raise the average.
         """
         if "average-radius" not in self.objectives:
             return None
         return (
-            "the average radius can be raised by easy inputs alone, while fewer are certified: "
-            "certified-accuracy at a radius cannot (arXiv 2410.06895)"
+            "easy inputs alone can raise the average radius, while fewer inputs are certified, "
+            "unlike certified-accuracy at a radius (arXiv 2410.06895)"
         )
 
     def describe(self) -> str:
@@ -356,12 +354,12 @@ class ScoreRecipe(Section):
 class AshaRecipe(Section):
     """Early stopping (ASHA): trials are scored at `rungs` points of training.
 
-    Every rung of every trial is charged beforehand.
+    The privacy cost includes every rung of every trial.
 
     Attributes:
         rungs: Number of points of a training at which it is scored.
-        reduction_factor: Each point is this many times the last; of the trials at a rung one in so
-            many goes on.
+        reduction_factor: Ratio of the steps of consecutive points; one of this many trials at a
+            rung continues.
     """
 
     rungs: Annotated[int, RejectBool, Field(ge=2, le=100)] = 3
@@ -375,10 +373,10 @@ class TuneRecipe(Section):
         space: The searched fields, by dotted key, each with its domain.
         num_trials: The distribution of the number of trials.
         score: The score by which the best trial is chosen.
-        searcher: random draws each trial by itself; optuna adapts to earlier scores, which only
-            num_trials fixed allows.
+        searcher: random samples each trial independently; optuna adapts to earlier scores, which
+            only num_trials fixed allows.
         asha: Stop trials early by their scores, which only num_trials fixed allows.
-        concurrent: The most trials at once (default: as many as fit).
+        concurrent: Largest number of concurrent trials (default: as many as fit).
     """
 
     space: dict[str, Domain] = Field(min_length=1)
@@ -391,17 +389,16 @@ class TuneRecipe(Section):
     def rules(self) -> Iterator[Rule]:
         secret = self.num_trials.name != "fixed"
         reason = (
-            "sees the scores of other trials, which the best of a secret number of independent "
-            f"trials (distribution {self.num_trials.name}) does not cover: take num_trials "
-            f"{{name: fixed, runs: ...}}, "
-            "whose composition pays for every score"
+            f"with num_trials {self.num_trials.name}, whose guarantee needs trials that are "
+            "independent of the scores of others; use num_trials {name: fixed, runs: ...}"
         )
         yield Rule(
             secret and self.searcher != "random",
-            f"searcher {self.searcher} {reason}",
+            f"must not be {self.searcher} {reason}",
+            "searcher",
             see="explanation/tuning.md#why-may-no-searcher-adapt",
         )
-        yield Rule(secret and self.asha is not None, f"asha {reason}")
+        yield Rule(secret and self.asha is not None, f"must be left out {reason}", "asha")
 
     @property
     def searched_fields(self) -> tuple[str, ...]:
@@ -414,8 +411,8 @@ class TuneRecipe(Section):
         """Return the phases of a trial's scores.
 
         Args:
-            noise: standard deviation of the noise on the count of held-out records; None where
-                scores are of public records, which cost nothing.
+            noise: standard deviation of the noise on the sum over held-out records; None if scores
+                are of public records.
         """
         from dpdist.privacy.phases import GaussianReleases
 
@@ -423,5 +420,5 @@ class TuneRecipe(Section):
 
     @property
     def scores_per_trial(self) -> int:
-        """Return how often each trial is scored."""
+        """Return the number of scores of each trial."""
         return 1 if self.asha is None else self.asha.rungs

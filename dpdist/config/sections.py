@@ -1,8 +1,8 @@
-"""The other sections of a recipe (model, privacy, public, audit), and the rules between sections.
+"""Sections of a recipe (model, privacy, public, audit), and the rules between sections.
 
-The options of a method are its own class in `dpdist.methods`. A kind of audit is one class: its
-options and its description; the function that does it is listed in `dpdist.audits.registry`. A new
-kind is a class here and an entry there.
+The options of a method are its class in `dpdist.methods`. A kind of audit is one class with its
+options and description; `dpdist.audits.registry` lists its function. To add a kind, add a class
+here and an entry there.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from dpdist.core.fields import (
     describe_averaging,
     iter_errors,
     key_error,
+    text_as,
     validation_message,
 )
 from dpdist.core.files import quoted
@@ -55,7 +56,7 @@ class AuditOptions(Section):
         kind: The kind of audit.
         alpha: Error probability of all `audits` audits of one run together.
         audits: Number of audits of this run that share alpha.
-        exploratory: Make an audit beyond those that alpha was divided by: it states nothing.
+        exploratory: Run an audit in addition to `audits`, which states no bound.
     """
 
     kind: str
@@ -65,7 +66,7 @@ class AuditOptions(Section):
 
     @property
     def folder_name(self) -> str:
-        """Return the default folder of the result; its name tells two audits of one run apart."""
+        """Return the default folder of the result, which differs between kinds of audits."""
         return self.kind
 
     @property
@@ -75,36 +76,35 @@ class AuditOptions(Section):
 
     @property
     def result_is_private(self) -> bool:
-        """Return whether the result says more of the records than a run's guarantee covers.
+        """Return whether the result reveals more of the records than the run's guarantee covers.
 
-        Such a result lies where no report, card, release, fetch or archive without private
-        state looks.
+        Reports, cards, releases, fetches and archives without private state omit such a result.
         """
         return False
 
     @property
     def audits_users(self) -> bool:
-        """Return whether its canaries may be users, with privacy.unit: user."""
+        """Return whether canaries may be users, with privacy.unit: user."""
         return False
 
     @property
     def canary_audit(self) -> CanaryAudit | None:
-        """Return the canaries that a training with this section has behind its records, or None."""
+        """Return the canaries that a training with this section adds to its records, or None."""
         return None
 
     def check_recipe(self, recipe: BaseRecipe) -> None:
-        """Raise ValueError for a recipe that could not be audited in this way."""
+        """Raise ValueError for a recipe that does not support this audit."""
 
 
 class MechanismAudit(AuditOptions):
-    """An audit of the pieces of a training step, driven with canaries.
+    """An audit of the parts of a training step with canaries.
 
-    The pieces are sampling, clipped sum, reduction, noise, rounding and division. No record of
-    the run is read. With privacy.unit: user a canary is a user.
+    The parts are sampling, clipped sum, reduction, noise, rounding and division. No record of the
+    run is read. With privacy.unit: user a canary is a user.
 
     Attributes:
-        releases: Number of releases with the canary, and as many without it.
-        workers: Number of workers that add up the sum.
+        releases: Number of releases with the canary, and the same number without it.
+        workers: Number of workers that compute the sum.
         seed: Seed of the keys.
     """
 
@@ -125,10 +125,10 @@ class MechanismAudit(AuditOptions):
 class ManyRunsAudit(AuditOptions):
     """An audit by many trainings of the recipe, with a canary and without; for small models.
 
-    Its counts are made of so many models of the private records, and stay private as they do.
+    Its counts depend on all these models of the private records, and stay private.
 
     Attributes:
-        trainings: Number of trainings in all, every second one with the canary.
+        trainings: Total number of trainings, every second one with the canary.
         canary: An input unlike all others (the adversary sees the model), or a gradient of the
             clip's norm along one coordinate (the adversary sees every noisy sum, and knows the
             records and which of them joined each step).
@@ -161,23 +161,22 @@ class ManyRunsAudit(AuditOptions):
 
 
 class CanaryAudit(AuditOptions):
-    """An audit by one training with canaries behind its records.
+    """An audit by one training with canaries in addition to its records.
 
-    Each canary is in or out by its own secret coin, and the adversary guesses coins. The
-    trained model is never released. All settings are fixed before the training.
-    With privacy.unit: user a gradient canary stands for a user; canaries of other kinds are
-    records, and refused.
+    A separate secret coin decides whether each canary is in or out, and the adversary guesses
+    coins. The trained model is never released. All settings are fixed before the training. With
+    privacy.unit: user a gradient canary represents a user; other canaries are records, and are not
+    supported.
 
     Attributes:
         canaries: Number of canaries.
-        canary: gradient (white box: as much as the clip lets through, on a coordinate of its own),
-            mislabeled (a public input under a wrong label), blank (a constant input), or pair (a
-            random input under label 0 or label 1: its coin replaces one record by another).
-        view: The adversary's view: every-step, all noisy sums, by an adversary who knows the
-            records and which of them joined each step (of gradient canaries only); or final, the
-            trained model.
-        guesses: Number of coins that are guessed, half of them as in (default: 8 % of the
-            canaries).
+        canary: gradient (white box: of the clip's norm, on a separate coordinate), mislabeled (a
+            public input with a wrong label), blank (a constant input), or pair (a random input with
+            label 0 or label 1: its coin replaces a record).
+        view: The adversary's view: every-step, all noisy sums, with knowledge of the records and
+            which of them joined each step (only for gradient canaries); or final, the trained
+            model.
+        guesses: Number of guessed coins, half of them as in (default: 8 % of the canaries).
     """
 
     kind: Literal["canaries"] = "canaries"
@@ -188,13 +187,13 @@ class CanaryAudit(AuditOptions):
 
     def rules(self) -> Iterator[Rule]:
         beyond = self.num_guesses > self.canaries
-        yield Rule(beyond, f"guesses must be <= canaries, the {self.canaries} that there are")
+        yield Rule(beyond, f"must be <= canaries ({self.canaries})", "guesses")
         every = self.view == "every-step" and not self.inserts_gradients
-        yield Rule(every, "view: every-step belongs to canary: gradient")
+        yield Rule(every, "must not be every-step without canary: gradient", "view")
 
     @property
     def num_guesses(self) -> int:
-        """Return the number of coins that are guessed, which is even."""
+        """Return the even number of guessed coins."""
         return 2 * round(0.04 * self.canaries) if self.guesses is None else self.guesses // 2 * 2
 
     @property
@@ -209,10 +208,7 @@ class CanaryAudit(AuditOptions):
 
     @property
     def sees_every_step(self) -> bool:
-        """Return whether the adversary sees every step.
-
-        By default this holds for canaries in the sums.
-        """
+        """Return whether the adversary sees every step, by default for canaries in the sums."""
         return self.inserts_gradients and self.view != "final"
 
     @property
@@ -236,7 +232,7 @@ class CanaryAudit(AuditOptions):
     def report_note(self, records: int, counted: str) -> str:
         """Return the mark of the run in a report.
 
-        records: all that the plan counts. counted: the word for them, "records" or "users".
+        records: number of records of the plan. counted: "records" or "users".
         """
         coin = "under label 0 or 1" if self.canary == "pair" else "in or out"
         return (
@@ -246,21 +242,24 @@ class CanaryAudit(AuditOptions):
 
     def check_recipe(self, recipe: BaseRecipe) -> None:
         if recipe.tune is not None:
-            raise ValueError("audit.kind: canaries does not go with tune; audit the values found")
+            raise ValueError(
+                "audit.kind: canaries must not be used with tune; audit the best values in a "
+                "recipe without tune"
+            )
         if self.canary == "pair" and recipe.privacy.adjacency != "replace-one":
             raise ValueError(
-                "audit.canary: pair replaces a record by another, which is two steps of "
-                "add-or-remove-one: give privacy.adjacency: replace-one"
+                "audit.canary: pair replaces a record, which is two steps of add-or-remove-one; "
+                "give privacy.adjacency: replace-one"
             )
         if self.inserts_gradients and recipe.privacy.noise_multiplier == 0:
             raise ValueError(
-                "audit.canary: gradient canaries of a training without noise have no target: "
-                "nothing is promised about its sums"
+                "audit.canary: gradient must not be used without noise, as such sums have no "
+                "guarantee to audit; give privacy.noise_multiplier"
             )
 
 
 def _audit_kind(section: Any) -> str:
-    """Return the kind that a section names; `mechanism` where the section names none."""
+    """Return the kind of a section, by default `mechanism`."""
     if isinstance(section, AuditOptions):
         return section.kind
     return str(section.get("kind", "mechanism")) if isinstance(section, Mapping) else "mechanism"
@@ -279,14 +278,13 @@ AnyAudit = Annotated[
 
 
 class PretrainedRecipe(Section):
-    """Weights that others trained, without this run's records.
+    """Weights trained without this run's records.
 
     Attributes:
-        folder: A model folder, best written by `dpdist run --until pretrain`; a run's release/ is
-            one too. As `initial` of model transformer also a base with config.json and
-            safetensors.
-        pretraining_data: Names the data that the weights were trained on, for a folder that does
-            not say it. It is declared, not checked.
+        folder: A model folder, such as that of `dpdist run --until pretrain` or a run's release/.
+            As `initial` of model transformer also a base with config.json and safetensors.
+        pretraining_data: Name of the data that the weights were trained on, for a folder that does
+            not state it. It is declared, not checked.
     """
 
     folder: FilePath
@@ -300,21 +298,19 @@ class ModelRecipe(Section):
         name: A name from the zoo, or package.module:factory, a function that returns a torch
             module.
         options: Arguments of the model's factory.
-        mean: Public constants, one a channel or one for all, that are subtracted from the input
-            inside the model.
-        std: Public constants, one a channel or one for all, that the input is divided by inside the
-            model.
-        vmap: Run every record through the model alone in private training, so that a model of
-            your own cannot mix records. It is slower.
-        initial: Public weights that the training begins with. The path of the folder alone will do.
-        classifier: A frozen public classifier behind the model, which then is a denoiser.
+        mean: Public constants, one per channel or one for all, that the model subtracts from its
+            input.
+        std: Public constants, one per channel or one for all, that the model divides its input by.
+        vmap: Run each record alone through the model in private training, so that your own model
+            cannot mix records. It is slower.
+        initial: Public initial weights. The path of the folder is sufficient.
+        classifier: A frozen public classifier after the model, which then is a denoiser.
         denoiser: A frozen public denoiser before the model, which then is a classifier.
-        trained: Names of the modules that the run trains, with all that is in them. The others keep
-            the public weights that they begin with.
-        shifts: The trained model answers by the average over the image and moves of it by up to so
-            many pixels: four more passes for each pixel.
-        mirrored: The trained model also averages over the mirror image of each: twice as many
-            passes.
+        trained: Names of the modules that the run trains, including all modules inside. The others
+            keep their public initial weights.
+        shifts: Average the trained model over the image and moves of it by up to this many pixels:
+            four more passes for each pixel.
+        mirrored: Average the trained model also over mirror images: twice the passes.
     """
 
     name: Text
@@ -322,16 +318,16 @@ class ModelRecipe(Section):
     mean: list[Finite] = Field(default=[], max_length=10_000)
     std: list[Positive] = Field(default=[], max_length=10_000)
     vmap: bool = False
-    initial: PretrainedRecipe | None = None
-    classifier: PretrainedRecipe | None = None
-    denoiser: PretrainedRecipe | None = None
+    initial: Annotated[PretrainedRecipe | None, text_as("folder")] = None
+    classifier: Annotated[PretrainedRecipe | None, text_as("folder")] = None
+    denoiser: Annotated[PretrainedRecipe | None, text_as("folder")] = None
     trained: list[Text] = Field(default=[], max_length=1000)
     shifts: Annotated[int, RejectBool, Field(ge=0, le=MAX_SHIFT)] = 0
     mirrored: bool = False
 
     @property
     def display_name(self) -> str:
-        """Return a name of the model for readers."""
+        """Return a name of the model for display."""
         return describe_averaging(self.name, self.shifts, self.mirrored)
 
     @property
@@ -339,17 +335,12 @@ class ModelRecipe(Section):
         """Return the key that asks for an average over views, or None."""
         return "shifts" if self.shifts else "mirrored" if self.mirrored else None
 
-    @field_validator("initial", "classifier", "denoiser", mode="before")
-    @classmethod
-    def _wrap_folder(cls, value: Any) -> Any:
-        return {"folder": value} if isinstance(value, str) else value
-
     def rules(self) -> Iterator[Rule]:
         parts = [each is not None for each in (self.initial, self.classifier, self.denoiser)]
         yield Rule(
             sum(parts) > 1,
-            "give one of initial, a frozen classifier and a frozen denoiser: the run trains the "
-            "whole model or the rest of it",
+            "give only one of initial, classifier and denoiser: the run trains the whole model, or "
+            "the part that is not frozen",
         )
         needs = "needs initial: the public weights of what is not trained"
         yield Rule(self.trained and self.initial is None, needs, "trained")
@@ -358,57 +349,57 @@ class ModelRecipe(Section):
     def pretrained_part(
         self,
     ) -> tuple[Literal["initial", "classifier", "denoiser"], PretrainedRecipe] | None:
-        """Return the pretrained part (initial, classifier, denoiser) and its location, or None."""
+        """Return the name of the pretrained part and its weights, or None."""
         if self.initial is not None:
             return "initial", self.initial
         return self.frozen_part
 
     @property
     def frozen_part(self) -> tuple[Literal["classifier", "denoiser"], PretrainedRecipe] | None:
-        """Return the frozen part of the model and its origin; None when nothing is frozen."""
+        """Return the name of the frozen part and its weights, or None."""
         if self.classifier is not None:
             return "classifier", self.classifier
         return None if self.denoiser is None else ("denoiser", self.denoiser)
 
 
-# delta of a training without noise, of which nothing is promised: no text shows it
+# delta of a training without noise, which has no guarantee: it is never shown
 _DELTA_WITHOUT_NOISE = 1e-9
 
 
 class PrivacyRecipe(Section):
     """The privacy target: either epsilon or noise_multiplier.
 
-    With epsilon the noise is calibrated, so that the guarantee is never above the target. With
-    noise_multiplier 0 nothing is promised, and delta may be left out.
+    With epsilon the noise is calibrated so that the guarantee is never above the target. With
+    noise_multiplier 0 there is no guarantee, and delta may be left out.
 
     Attributes:
-        epsilon: The most that the run may cost, at `delta`. The noise is calibrated to it. Give
+        epsilon: Largest privacy cost of the run at `delta`, to which the noise is calibrated. Give
             either this or `noise_multiplier`.
         noise_multiplier: Standard deviation of the noise on each clipped sum, in units of
-            `clip_norm`. The plan then states the epsilon that it costs; 0 is no privacy.
+            `clip_norm`. The plan then states its epsilon; 0 is no privacy.
         delta: Probability with which the guarantee may fail, below one over the number of records.
         adjacency: The two data sets that the guarantee compares: one record more or less
-            (zero-out, at a fixed number of records), or one record replaced, which costs about
-            twice as much.
+            (zero-out, at a fixed number of records), or one record replaced, at about twice the
+            privacy cost.
         allow_large_delta: Accept a delta of one over the number of records or more, under which a
             whole record may be published.
         clipping: The rule that bounds a record's gradient: flat, one norm over all parameters;
             automatic, scaled to norm 1; per-layer; or none, gradients as they are, without privacy.
-        clip_norm: The most that a record adds to a sum, in L2 norm. The word automatic sets
-            clipping: automatic with norm 1.
+        clip_norm: Largest L2 norm that a record adds to a sum. The word automatic sets clipping:
+            automatic with norm 1.
         batch_cap: Hard cap on the number of records of a step: truncated Poisson sampling.
-        budget: Folder of budgets. The run is charged to the budget of its records.
-        budget_composition: The rule that adds up runs: filter holds when runs are chosen by earlier
-            results; non-adaptive does not.
-        unit: The unit that is protected: one record, or the user of data.columns.user,
-            which is then sampled, clipped and protected as one.
-        max_records_per_user: The most records of a user that count in one step.
+        budget: Folder of budgets. The run is added to the budget of its records.
+        budget_composition: Composition of runs: filter is valid if runs are chosen by earlier
+            results; non-adaptive is not.
+        unit: The protected unit: one record, or the user of data.columns.user, which is then
+            sampled, clipped and protected as one.
+        max_records_per_user: Largest number of records of a user that count in one step.
         run_key: Fixed key (64 hex digits), for tests only: the run is then NOT private.
     """
 
     conditions = (
         OptionCondition(
-            ("clip_norm",), "where gradients are clipped", lambda it: it.clipping != "none"
+            ("clip_norm",), "if gradients are clipped", lambda it: it.clipping != "none"
         ),
         OptionCondition(
             ("budget_composition",),
@@ -447,18 +438,18 @@ class PrivacyRecipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _expand_automatic_clip(cls, values: Any) -> Any:
-        """Take `clip_norm: automatic` as the normalizing clip to norm 1."""
+        """Replace `clip_norm: automatic` by the normalizing clip to norm 1."""
         if not isinstance(values, Mapping) or values.get("clip_norm") != "automatic":
             return values
         if (rule := values.get("clipping", "automatic")) != "automatic":
-            said = f"must be a number with clipping: {quoted(rule)}, got automatic"
-            raise key_error("clip_norm", f"{said}; leave clipping out")
+            text = f"must be a number with clipping: {quoted(rule)}, got automatic"
+            raise key_error("clip_norm", f"{text}; leave clipping out")
         return {**values, "clipping": "automatic", "clip_norm": 1.0}
 
     @model_validator(mode="before")
     @classmethod
     def _ask_no_delta_without_noise(cls, values: Any) -> Any:
-        """Take a noise multiplier of 0 without a delta, which would be that of no promise."""
+        """Accept a noise multiplier of 0 without a delta."""
         if not isinstance(values, Mapping) or "delta" in values:
             return values
         noise = values.get("noise_multiplier")
@@ -478,13 +469,13 @@ class PrivacyRecipe(Section):
             see="explanation/privacy.md#cost-of-a-training-run",
         )
         ceiling = self.budget_ceiling is not None
-        needs = "budget_ceiling needs budget, the folder where runs are recorded"
-        yield Rule(ceiling and self.budget is None, needs)
-        needs = "budget_delta needs budget_ceiling, the epsilon that goes with it"
-        yield Rule(self.budget_delta is not None and not ceiling, needs)
+        needs = "needs budget, the folder where runs are recorded"
+        yield Rule(ceiling and self.budget is None, needs, "budget_ceiling")
+        lone_delta = self.budget_delta is not None and not ceiling
+        yield Rule(lone_delta, "needs budget_ceiling, the epsilon at this delta", "budget_delta")
         yield Rule(
             self.nominal_records is not None and self.batch_cap is not None,
-            "nominal_records does not go with batch_cap: what a capped batch costs depends on the "
+            "nominal_records does not go with batch_cap: the cost of a capped batch depends on the "
             "true number of records",
             see="explanation/privacy.md#what-is-protected-against-what",
         )
@@ -497,7 +488,7 @@ class PrivacyRecipe(Section):
             "nominal_records": (self.nominal_records is not None, "be left out"),
             "budget": (
                 self.budget is not None,
-                "be left out, for a budget counts single records and never mixes them with users",
+                "be left out, as a budget counts single records and never mixes them with users",
             ),
         }
         for key, (broken, what) in wanted.items():
@@ -510,10 +501,7 @@ class PrivacyRecipe(Section):
 
     @property
     def sensitivity(self) -> float:
-        """Return the largest L2 norm that one record adds to a sum of gradients, a float.
-
-        It is the clip norm, or infinity without clipping.
-        """
+        """Return the largest L2 norm that one record adds to a sum of gradients; or infinity."""
         return math.inf if self.clipping == "none" else self.clip_norm
 
     @property
@@ -531,8 +519,8 @@ class PrivacyRecipe(Section):
 class Privacy(PrivacyRecipe):
     """Settings of the privacy of a training: `Privacy(epsilon=3, delta=1e-5)`.
 
-    Guarantee: a training with it costs at most `epsilon` at `delta`; its noise is calibrated. With
-    `noise_multiplier` instead of `epsilon`, the plan states what it costs.
+    Guarantee: the privacy cost of a training is at most `epsilon` at `delta`, to which its noise is
+    calibrated. With `noise_multiplier` instead of `epsilon`, the plan states its epsilon.
 
     It is the recipe's section `privacy`, built in Python; each field is an attribute.
 
@@ -540,7 +528,7 @@ class Privacy(PrivacyRecipe):
         values: fields of the section: epsilon or noise_multiplier, delta, clip_norm, clipping,
             adjacency, batch_cap, nominal_records, unit and max_records_per_user,
             run_key (for tests). `clip_norm="automatic"` scales every record's gradient g to
-            g / (|g| + 0.01): one setting less to find, and a record still adds at most L2 norm 1.
+            g / (|g| + 0.01): one setting less to tune, and a record still adds at most L2 norm 1.
 
     Raises:
         UserError: one line for each field that is wrong.
@@ -564,7 +552,7 @@ class Privacy(PrivacyRecipe):
 
 
 def as_privacy(privacy: PrivacyRecipe | Mapping[str, Any], context: str) -> PrivacyRecipe:
-    """Return settings of privacy that are given as such or as a dict. Raises UserError."""
+    """Return settings of privacy from an object or a dict. Raises UserError."""
     if isinstance(privacy, PrivacyRecipe):
         return privacy
     if not isinstance(privacy, Mapping):
@@ -603,23 +591,22 @@ class DenoiserRecipe(Section):
 class PublicRecipe(Section):
     """Settings of `dpdist run --until pretrain`, which trains WITHOUT privacy, on public records.
 
-    It makes initial weights of the model, or its frozen part.
+    It trains initial weights of the model, or its frozen part.
 
     Attributes:
-        model: The network of the frozen part. Leave it out with model.initial, where it is the
-            model.
+        model: The network of the frozen part. Leave it out with model.initial, which is the model.
         training: Settings of the public training.
         sigma: Standard deviation of the input noise that a denoiser learns to remove, or that a
-            classifier learns to see through.
-        data: Another data set, all of whose training split is public (images are resized), beside
-            the recipe's own where it has no root. For initial weights its classes may differ: the
-            head then stays as it began. Without it the records that data.public sets aside are
-            used.
-        augment: Deform the images at random, each in its own way.
-        weights: Weights to begin with: a torchvision state dict in safetensors format, or
-            torchvision for the published ones, which are downloaded.
+            classifier learns to tolerate.
+        data: A different data set, whose training split is all public (images are resized); by
+            default in the folder of the recipe's data. For initial weights its classes may differ:
+            the head then keeps its random weights. By default, the records that data.public sets
+            aside.
+        augment: Deform each image at random.
+        weights: Initial weights: a torchvision state dict in safetensors format, or torchvision to
+            download the published ones.
         denoiser: With initial weights, a network that first learns to remove the noise by the same
-            training. It then stays, frozen, before the model, here and in the run.
+            training. It is then frozen before the model, also in the run.
     """
 
     conditions = (
@@ -637,43 +624,37 @@ class PublicRecipe(Section):
         ),
     )  # fmt: skip
 
-    model: ModelRecipe | None = None
+    model: Annotated[ModelRecipe | None, text_as("name")] = None
     training: TrainingRecipe
     sigma: Positive | None = None
     data: DataRecipe | None = None
     augment: Literal[True] | None = None
     weights: Literal["torchvision"] | FilePath | None = None
-    denoiser: DenoiserRecipe | None = None
-
-    @field_validator("model", "denoiser", mode="before")
-    @classmethod
-    def _wrap_model_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
+    denoiser: Annotated[DenoiserRecipe | None, text_as("name")] = None
 
 
 class BaseRecipe(Section):
-    """A whole recipe, with whatever method: everything a method's rules may ask of the rest.
+    """A whole recipe with any method, and everything that a method's rules may read.
 
     Attributes:
         name: Name of the run, and of its folder. By default the name of the recipe's file.
         data: The data set.
         model: The model.
-        method: The published system that trains: a name, or a section with `name` and its options.
+        method: The training method: a name, or a section with `name` and its options.
         privacy: The privacy target.
         training: The training loop.
-        public: Training on public records beforehand, by `dpdist run --until pretrain`.
-        certify: The certificate, and the inputs that are certified. Without it nothing is
-            certified.
+        public: Training on public records before the run, by `dpdist run --until pretrain`.
+        certify: The certificate, and the inputs to certify, if any.
         audit: An audit of the run: a lower bound of epsilon by an attack.
         tune: A private search over keys of the recipe.
-        statistics: Range and fill of columns of which nobody knows public constants, bought before
+        statistics: Range and fill of columns without public constants, estimated with noise before
             the training.
-        resources: Machines and processes; the only section that may change when a run is continued.
+        resources: Machines and processes; the only section that may change when a run continues.
     """
 
     name: RunName
     data: DataRecipe
-    model: ModelRecipe
+    model: Annotated[ModelRecipe, text_as("name")]
     method: Any
     privacy: PrivacyRecipe
     training: TrainingRecipe
@@ -684,15 +665,10 @@ class BaseRecipe(Section):
     statistics: StatisticsRecipe | None = None
     resources: ResourcesRecipe = ResourcesRecipe()
 
-    @field_validator("model", mode="before")
-    @classmethod
-    def _wrap_model_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
-
     @field_validator("privacy", mode="before")
     @classmethod
     def _expand_no_privacy(cls, value: Any) -> Any:
-        """Take `privacy: none` as a training without clip and noise."""
+        """Replace `privacy: none` by a training without clip and noise."""
         if not isinstance(value, str | bool):
             return value
         if value != "none":  # off and no are false in YAML
@@ -701,10 +677,7 @@ class BaseRecipe(Section):
 
     @property
     def canary_audit(self) -> CanaryAudit | None:
-        """Return the settings of a training with canaries, a `CanaryAudit`; None without them.
-
-        It is the section `audit` of the recipe if that plants canaries.
-        """
+        """Return the section `audit` if it adds canaries to the training, else None."""
         return None if self.audit is None else self.audit.canary_audit
 
     def rules(self) -> Iterator[Rule]:
@@ -728,29 +701,29 @@ class BaseRecipe(Section):
         part = (self.model.pretrained_part or ("",))[0]
         yield Rule(
             not part,
-            "public needs model.initial, model.classifier or model.denoiser: the folder that "
+            "public needs model.initial, model.classifier or model.denoiser, the folder that "
             "pretrain writes",
         )
-        noise = "public.sigma: required, the noise that the denoiser removes"
-        yield Rule(part == "denoiser" and public.sigma is None, noise)
-        itself = "public.model: leave it out; with model.initial it is the model itself"
-        yield Rule(part == "initial" and public.model is not None, itself)
-        frozen = "public.model: required, the network of the frozen part"
-        yield Rule(part != "initial" and public.model is None, frozen)
+        both = public.denoiser is not None
+        noise = "is required, the noise that the denoiser removes"
+        lacks_sigma = public.sigma is None and (part == "denoiser" or both)
+        yield Rule(lacks_sigma, noise, "public.sigma")
+        itself = "must be left out with model.initial, which is the model itself"
+        yield Rule(part == "initial" and public.model is not None, itself, "public.model")
+        frozen = "is required, the network of the frozen part"
+        yield Rule(part != "initial" and public.model is None, frozen, "public.model")
         key = public.model and public.model.averaging_key
-        yield Rule(key, f"public.model.{key}: of the model that is trained; leave it out")
-        if public.denoiser is None:
+        yield Rule(key, "must be left out; only the trained model averages", f"public.model.{key}")
+        if not both:
             return
         yield Rule(
             self.model.initial is None,
-            "public.denoiser: needs model.initial; a denoiser alone is model.denoiser, its network "
-            "public.model",
+            "needs model.initial; for only a denoiser, give model.denoiser and public.model",
+            "public.denoiser",
         )
-        yield Rule(public.sigma is None, noise)
-        weights = "public.weights: does not go with public.denoiser; leave it out"
-        yield Rule(public.weights is not None, weights)
-        behind = "model.trained: does not go with public.denoiser: what is behind it is trained"
-        yield Rule(self.model.trained, behind)
+        out = "must be left out with public.denoiser"
+        yield Rule(public.weights is not None, out, "public.weights")
+        yield Rule(self.model.trained, out, "model.trained")
 
     def _method_rules(self) -> Iterator[Rule]:
         method = self.method
@@ -761,15 +734,16 @@ class BaseRecipe(Section):
         for key, denoiser in before.items():
             yield Rule(
                 denoiser is not None and not method.capabilities.supports_frozen_denoiser,
-                f"{key}: a frozen denoiser does not go with method {method.name}, which works at "
-                "the inputs or behind the first layer, and that would be the frozen denoiser's: "
-                "leave it out, or take another method",
+                f"must be left out with method {method.name}, which changes the inputs or the "
+                "first layer, and they would be the frozen denoiser's; or use a different method",
+                key,
             )
         averaged = self.model.averaging_key
         yield Rule(
             averaged and method.capabilities.has_prediction_noise,
-            f"model.{averaged}: method {method.name} leaves noise inside the model, which several "
-            "passes of one draw would not share; leave it out",
+            f"must be left out with method {method.name}, which leaves noise inside the model that "
+            "several passes would not share",
+            f"model.{averaged}",
         )
 
     def _input_rules(self) -> Iterator[Rule]:
@@ -793,15 +767,15 @@ class BaseRecipe(Section):
         for name in statistics.columns:
             rule = columns.preprocessing.get(name)
             words = rule is None or bool(rule.categories) or rule.drop
-            said = "must be a feature of numbers or dates"
-            yield Rule(words, said, f"statistics.columns.{name}")
+            needs = "must be a feature of numbers or dates"
+            yield Rule(words, needs, f"statistics.columns.{name}")
         yield Rule(
             self.privacy.noise_multiplier == 0,
             "statistics: must be left out of a training without privacy",
         )
         yield Rule(
             self.privacy.budget is not None,
-            "statistics: must be left out with privacy.budget, which is charged after the purchase",
+            "statistics: must be left out with privacy.budget, which is charged after them",
         )
         yield Rule(
             self.public is not None,
@@ -814,54 +788,51 @@ class BaseRecipe(Section):
             return
         yield Rule(
             not self.method.capabilities.plain_steps,
-            f"training.loss: must be cross-entropy with method {self.method.name}, which says "
-            "itself what is learned; leave it out, or take method dp-sgd",
+            f"training.loss: must be cross-entropy with method {self.method.name}, which defines "
+            "its own loss; leave it out, or use method dp-sgd",
         )
         yield Rule(
             self.audit is not None,
-            "audit: is for training.loss cross-entropy, which its canaries are made for; leave it "
-            "out",
+            "audit: must be left out unless training.loss is cross-entropy, for which its canaries "
+            "are designed",
         )
-        fitting = {
-            "class": ("cross-entropy",), "number": ("mse", "huber"),
-            "labels": ("bce", "multi-label-bce"),
-        }[targets]  # fmt: skip
-        named = " or ".join((*fitting, "a function of yours"))
+        losses = {"class": "cross-entropy", "number": "mse huber", "labels": "bce multi-label-bce"}
+        fitting = losses[targets].split()
+        named = " or ".join((*fitting, "your own function"))
         yield Rule(
             not self.training.own_loss and loss not in fitting,
             f"training.loss: must be {named} with data.targets: {targets}, got {loss}",
         )
-        one = "data.classes: must be 1 with training.loss bce, or multi-label-bce"
+        one = "data.classes: must be 1 with training.loss bce; or use multi-label-bce"
         yield Rule(loss == "bce" and self.data.classes != 1, one)
 
     def _count_rules(self) -> Iterator[Rule]:
         elastic, nominal = self.resources.is_elastic, self.privacy.nominal_records is not None
         yield Rule(
             elastic and not self.training.reproducible and self.privacy.budget_ceiling is not None,
-            "resources.workers as a range, with privacy.budget_ceiling, needs "
-            "training.reproducible: what a change of their number charges again would go beyond "
-            "the ceiling",
+            "resources.workers: must be a number with privacy.budget_ceiling, unless "
+            "training.reproducible: steps that a change repeats would exceed the ceiling",
             see="how-to/cluster.md#more-or-fewer-workers",
         )
         yield Rule(
             nominal and self.data.max_train is not None,
-            "privacy.nominal_records does not go with data.max_train, a share of the true number "
-            "of records; take data.fraction",
+            "privacy.nominal_records does not go with data.max_train, a fraction of the true "
+            "number of records; use data.fraction",
         )
         if self.tune is None:
             return
         yield Rule(
             nominal,
-            "privacy.nominal_records does not go with tune: a search's shares of the records are "
-            "counted; search without it, and train with the values found",
+            "privacy.nominal_records does not go with tune, which counts records; search without "
+            "it, and train with the best values",
         )
         yield Rule(
             elastic,
-            "resources.workers as a range does not go with tune: how many trials run at once "
-            "follows from what each of them holds; give a number",
+            "resources.workers: must be a number with tune, as the number of concurrent trials "
+            "depends on it",
         )
         yield Rule(
             self.resources.archive_private,
-            "resources.archive_private does not go with tune: what the trials of a search have "
-            "released is not known from an archive; leave it out, and keep the run folder",
+            "resources.archive_private: must be left out with tune, as an archive does not have "
+            "all releases of the trials; keep the run folder",
         )

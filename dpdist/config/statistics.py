@@ -1,4 +1,4 @@
-"""The recipe's section `statistics`: constants of columns that are bought before the training."""
+"""The recipe's section `statistics`: constants of columns, estimated before the training."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class StatisticsColumn(Section):
-    """A column of numbers or dates whose range and fill are bought.
+    """A column of numbers or dates whose range and fill are estimated with noise.
 
     Attributes:
-        range: The widest range [LOW, HIGH] that is possible, declared without looking at the data.
-            The bought range lies inside. Without it, a fixed grid of all numbers up to 5e8 is used.
-        missing: What a missing cell becomes: median, which is bought with the range; flag; or a
+        range: The widest possible range [LOW, HIGH], declared without looking at the data, which
+            contains the estimated one. Default: a fixed grid of all numbers up to 5e8.
+        missing: Value of a missing cell: median, which is estimated with the range; flag; or a
             constant.
     """
 
@@ -35,19 +35,19 @@ class StatisticsColumn(Section):
 
 
 class StatisticsRecipe(Section):
-    """Range and fill of columns, bought once with noisy counts before the training.
+    """Range and fill of columns, estimated once from noisy counts before the training.
 
     `privacy.epsilon` covers them and the training together.
 
     Attributes:
         columns: By name, the features whose range and fill become constants of
             data.columns.preprocessing.
-        epsilon: The most that the statistics alone may cost, at privacy.delta. Give either this or
+        epsilon: Largest privacy cost of only the statistics, at privacy.delta. Give either this or
             `noise_multiplier`.
-        noise_multiplier: Standard deviation of the noise on the counts, in units of what a record
-            adds to all of them in L2 norm.
-        quantiles: Shares of a column's numbers below the range, and up to its end.
-        constants: What was bought. The run writes it; leave it out.
+        noise_multiplier: Standard deviation of the noise on the counts, in units of the L2 norm
+            that a record adds to all of them.
+        quantiles: Fractions of a column's numbers below the low and the high end of the range.
+        constants: The estimated constants. The run writes it; leave it out.
     """
 
     columns: dict[Text, StatisticsColumn] = Field(min_length=1, max_length=10_000)
@@ -59,7 +59,7 @@ class StatisticsRecipe(Section):
     @field_validator("columns", mode="before")
     @classmethod
     def _without_options(cls, value: Any) -> Any:
-        """Take a name alone for a column without options."""
+        """Accept only a name for a column without options."""
         if not isinstance(value, Mapping):
             return value
         return {name: {} if each is None else each for name, each in value.items()}
@@ -76,16 +76,16 @@ class StatisticsRecipe(Section):
 
 
 def fill_bought_rules(section: Any, rules: Any) -> Any:
-    """Return preprocessing by column, in which bought columns have their constants.
+    """Return preprocessing by column, with the constants of estimated columns.
 
-    Until these are known, they have their widest range, and its lower end for a fill.
+    Before the estimate, these have their widest range, and its low end as fill.
 
     Args:
-        section: of the statistics, as plain data.
+        section: the section `statistics`, as plain data.
         rules: data.columns.preprocessing, as plain data.
 
     Raises:
-        ValueError: a bought column has another range or fill there.
+        ValueError: an estimated column has a different range or fill there.
     """
     columns = section.get("columns") if isinstance(section, Mapping) else None
     if not (isinstance(columns, Mapping) and isinstance(rules, Mapping)):
@@ -102,13 +102,13 @@ def fill_bought_rules(section: Any, rules: Any) -> Any:
             given = rule.get(key)
             if given is not None and not _equal(given, wanted.get(key)):
                 at = f"data.columns.preprocessing.{name}.{key}"
-                raise key_error(at, f"must be left out, statistics.columns.{name} decides it")
+                raise key_error(at, f"must be left out with statistics.columns.{name}")
         filled[name] = {**rule, **{key: wanted.get(key) for key in ("range", "missing")}}
     return filled
 
 
 def _widest(rule: Mapping[str, Any], options: Any) -> dict[str, Any]:
-    """Return range and fill of a column before anything is bought."""
+    """Return range and fill of a column before the estimate."""
     options = options if isinstance(options, Mapping) else {}
     lowest = 0.0 if rule.get("log1p") else -LARGEST_COUNTED
     ends = options.get("range")

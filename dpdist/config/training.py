@@ -1,4 +1,4 @@
-"""The recipe's `training` and `resources` sections: the loop's settings, and where it runs."""
+"""The recipe's sections `training` and `resources`: settings of the loop and of machines."""
 
 from __future__ import annotations
 
@@ -50,22 +50,22 @@ class TrainingRecipe(Section):
         epochs: Number of passes over the records: steps = epochs * records // batch_size.
         optimizer: The optimizer that takes the noisy gradients.
         loss: A name (`dpdist.gradients.objective`), or package.module:function, from the module and
-            a batch to one value a record.
-        learning_rate: The learning rate, which `schedule` multiplies.
+            a batch to one value per record.
+        learning_rate: The learning rate, which `schedule` scales.
         schedule: The factor of the learning rate over the training. The schedule step multiplies it
             by `factor` at each of the `milestones`.
         milestones: Fractions of all steps at which schedule step lowers the rate, ascending.
         factor: The factor of schedule step.
         momentum: Momentum of optimizer sgd.
-        weight_decay: This many times the parameters is added to the noisy gradient, as in torch's
+        weight_decay: This multiple of the parameters is added to the noisy gradient, as in torch's
             SGD and Adam; with adamw it shrinks the parameters, times the learning rate. It is
-            post-processing, and free.
-        crop: Every draw of a record sees its image moved by up to so many pixels in each direction,
-            with black at the rim. It is drawn for each record before its clip, and free.
-        flip: Every draw of a record sees its image mirrored with probability 1/2; free, as `crop`.
-        ema: Average the parameters with this decay; post-processing, and free.
+            post-processing, without privacy cost.
+        crop: Move the image of each sampled record at random by up to this many pixels in each
+            direction, with black borders, before its clip; without privacy cost.
+        flip: Mirror the image of each sampled record with probability 1/2; without privacy cost.
+        ema: Average the parameters with this decay; post-processing, without privacy cost.
         init_seed: Seed of the initial weights, which are public.
-        reproducible: Give the same bits on any number of workers, by canonical shards; slower.
+        reproducible: Compute the same bits on any number of workers, by canonical shards; slower.
     """
 
     conditions = (
@@ -98,25 +98,26 @@ class TrainingRecipe(Section):
 
     @property
     def own_loss(self) -> bool:
-        """Whether the loss is a function of the user's."""
+        """Return whether the loss is a user's function."""
         return self.loss not in LOSSES
 
     def rules(self) -> Iterator[Rule]:
         one = "give exactly one of steps and epochs"
         yield Rule((self.steps is None) == (self.epochs is None), one)
-        momentum = "momentum belongs to optimizer: sgd"
-        yield Rule(self.momentum and self.optimizer != "sgd", momentum)
+        momentum = self.momentum and self.optimizer != "sgd"
+        yield Rule(momentum, "must be left out unless optimizer is sgd", "momentum")
         yield Rule(
             (self.schedule == "step") != bool(self.milestones),
-            "schedule: step and milestones belong together: the fractions of the training at which "
-            "the rate falls, such as [0.5, 0.75]",
+            "must be given with schedule: step, and only then: the fractions of the training at "
+            "which the rate falls, such as [0.5, 0.75]",
+            "milestones",
         )
         ascending = self.milestones == sorted(set(self.milestones))
-        yield Rule(not ascending, f"milestones must ascend, got {self.milestones}")
+        yield Rule(not ascending, f"must ascend, got {self.milestones}", "milestones")
 
     @property
     def has_augmentation(self) -> bool:
-        """Return whether records are changed at random before each use."""
+        """Return whether images are moved or mirrored at random."""
         return self.crop > 0 or self.flip
 
 
@@ -124,9 +125,9 @@ class TrainingRecipe(Section):
 
 
 class ScriptTraining(TrainingRecipe):
-    """The part of a training that a script's own loop takes from the plan.
+    """The part of a training that a script's loop takes from the plan.
 
-    Optimizer, learning rate and schedule are the script's.
+    The script has its own optimizer, learning rate and schedule.
     """
 
     optimizer: Literal["script"] = "script"  # type: ignore[assignment]
@@ -134,10 +135,10 @@ class ScriptTraining(TrainingRecipe):
 
 
 class ScriptScore(Section):
-    """Describe the scores on held-out private records of `dpdist.PrivateTraining.score`.
+    """The scores on held-out private records by `dpdist.PrivateTraining.score`.
 
     every: steps from one score to the next. noise: standard deviation on the sum of the records'
-    values. records: number of held-out records, public. value: name of a record's value.
+    values. records: public number of held-out records. value: name of a record's value.
     """
 
     every: Steps
@@ -149,7 +150,7 @@ class ScriptScore(Section):
         """Return the phases of a training of `steps` steps together with its scores.
 
         Raises:
-            ValueError: there are fewer steps than from one score to the next.
+            ValueError: there are fewer than `every` steps.
         """
         from dpdist.privacy.phases import ScoredTraining
 
@@ -165,12 +166,12 @@ class ScriptScore(Section):
 
 
 class Stage(Section):
-    """Keep what the card of a run said when a script began with that run's weights.
+    """The card of an earlier run whose weights a script started with.
 
-    name: of the run or release. places: its folder, and those of what it began with itself. plan:
-    all that it released, or may yet release. unit, guarantee, assumed: as its card states them.
-    fixed_key: whether who knows its key can subtract its noise. in_target: whether privacy.epsilon
-    is the target of it and the run together, as of bought statistics.
+    name: of the run or release. places: its folder, and those of the runs before it. plan:
+    everything that it released or may still release. unit, guarantee, assumed: as on its card.
+    fixed_key: whether its run key was fixed, so that its noise can be subtracted. in_target:
+    whether privacy.epsilon covers it and the run together, as for statistics.
     """
 
     name: Text
@@ -184,7 +185,7 @@ class Stage(Section):
 
     @property
     def stated(self) -> str:
-        """Return its own guarantee in words."""
+        """Return its guarantee in words."""
         from dpdist.privacy.guarantee import format_delta, format_epsilon, kind_of
 
         epsilon, delta = self.guarantee["epsilon"], self.guarantee["delta"]
@@ -195,10 +196,10 @@ class Stage(Section):
         )
 
     def phases_within(self, plan: PrivacyPlan, unit: str) -> tuple[Phase, ...] | None:
-        """Return its phases as a part of a later plan, for such a unit.
+        """Return its phases as a part of a later plan for this unit.
 
-        None where no joint number can be stated: for another unit, or another relation. Statistics
-        are of a table, whose column of users may be unnamed in the training.
+        None without a joint guarantee, for a different unit or adjacency. Statistics are of a
+        table, whose column of users the training may not name.
         """
         from dpdist.privacy.phases import NonPrivate, walk_phases
         from dpdist.privacy.plan import PrivacyPlan
@@ -207,20 +208,19 @@ class Stage(Section):
             return (NonPrivate(f"nothing is proved of {self.name}, whose weights it began with"),)
         own = PrivacyPlan.from_dict(self.plan)
         capped = any(each.has_batch_cap for each in walk_phases((*own.phases, *plan.phases)))
-        same = (own.adjacency, own.nominal, own.user) == (
-            plan.adjacency, plan.nominal, plan.user
-        ) and (own.records == plan.records or not capped)  # fmt: skip
+        same = all(getattr(own, n) == getattr(plan, n) for n in ("adjacency", "nominal", "user"))
+        same = same and (own.records == plan.records or not capped)
         return own.phases if same and (self.in_target or self.unit == unit) else None
 
 
 class ScriptRecipe(Section):
-    """Describe the arguments of `dpdist.PrivateTraining` in words: no command can repeat them.
+    """The arguments of `dpdist.PrivateTraining` in words; no command can repeat them.
 
-    model, optimizer, loss: names of their classes or functions, or of a loss. replaced: what came
-    with the records and was not used. unused: parameters that the loss does not depend on, which
-    are not trained. assumed: what the guarantee rests on and nobody checked.
-    score: scores that the plan pays for. unit: what is protected, in words, where that is more than
-    "one record". began_with: the runs whose weights it began with.
+    model, optimizer, loss: names of their classes or functions. replaced: parts of the data that
+    were not used. unused: parameters that the loss does not depend on, which are not trained.
+    assumed: unchecked assumptions of the guarantee. score: scores included in the plan. unit: the
+    protected unit, in words, unless it is "one record". began_with: the runs whose weights it
+    started with.
     """
 
     model: Text
@@ -238,11 +238,11 @@ class ScriptRecipe(Section):
 
 
 class WorkerRange(Section):
-    """A range of training workers: as many as the cluster has room for, as hosts come and go.
+    """A range of training workers: as many as the cluster has resources for.
 
     Attributes:
-        min: The least number of workers with which the training proceeds.
-        max: The most workers.
+        min: Smallest number of workers with which the training proceeds.
+        max: Largest number of workers.
     """
 
     min: ProcessCount
@@ -264,22 +264,22 @@ AnyWorkers = Annotated[
 
 
 class ResourcesRecipe(Section):
-    """Settings of the machines and processes of a run; they may change when a run is continued.
+    """Settings of the machines and processes of a run; they may change when a run continues.
 
     Attributes:
-        workers: Number of training workers, or a range {min: 1, max: 8}: as many as there is room
-            for at any time.
-        cpus_per_worker: CPUs of each training worker, also a share.
-        gpus_per_worker: GPUs of each training worker, also a share.
-        noise: The device that draws a step's noise: the host's CPU, or the worker's own device.
-        micro_batch: Number of records in one pass of the model; by default chosen to fit. With 1 no
-            record's rounding depends on another, also where a model selects records by values.
-        rounding: Layout of the passes: standard, or fixed-row, in which a record's row follows from
-            its id and the step's key alone, so that no bound rests on how rows round; slower.
+        workers: Number of training workers, or a range {min: 1, max: 8}: as many as there are
+            resources for at any time.
+        cpus_per_worker: CPUs of each training worker, also a fraction.
+        gpus_per_worker: GPUs of each training worker, also a fraction.
+        noise: The device that draws a step's noise: the host's CPU, or the worker's device.
+        micro_batch: Number of records in one pass of the model; by default chosen to fit. With 1 a
+            record's rounding does not depend on others, even if a model selects records by values.
+        rounding: Layout of the passes: standard, or fixed-row, in which a record's row depends only
+            on its id and the step's key, so that no bound assumes how rows round; slower.
         checkpoint_seconds: Seconds between two checkpoints of a training.
-        max_failures: Number of times that failed workers are started again.
-        certify_actors: Number of processes that certify or attack; by default one for each CPU, or
-            for each GPU's share.
+        max_failures: Number of times that failed workers are restarted.
+        certify_actors: Number of processes that certify or attack; by default one per CPU, or per
+            GPU fraction.
     """
 
     workers: AnyWorkers = 1
@@ -293,33 +293,34 @@ class ResourcesRecipe(Section):
     certify_actors: ProcessCount | None = None
     certify_gpus: Gpus | None = Field(
         default=None,
-        description="GPUs of each certifying actor, also a share; default: 1 where there are GPUs",
+        description="GPUs of each certifying actor, also a fraction; default: 1 if there are GPUs",
     )
     archive: str | None = Field(
         default=None, description="copy the run to s3://BUCKET/PREFIX (gs://, file://) as it goes"
     )
     archive_private: bool = Field(
         default=False,
-        description="the private state too, so that a lost run folder can be brought back",
+        description="also copy the private state, so that a lost run folder can be restored",
     )
 
     def rules(self) -> Iterator[Rule]:
         each = (self.cpus_per_worker, self.gpus_per_worker)
         yield Rule(
             self.is_elastic and any(amount != int(amount) for amount in each),
-            "a range needs whole cpus_per_worker and gpus_per_worker: Ray divides a host's by a "
-            "worker's without rest, and miscounts shares",
+            "must be a number with fractions of cpus_per_worker or gpus_per_worker, which Ray "
+            "miscounts in a range",
             "workers",
         )
-        # Not a rule of the field: its complaint would repeat a password.
+        # Not a rule of the field, whose message would show a password.
         address = self.archive
         yield Rule(
             address is not None and not re.fullmatch(r"(s3|gs|file)://[^@\s]+", address),
-            "archive must be s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or file:///FOLDER, without "
-            "credentials: those come from the environment",
+            "must be s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or file:///FOLDER, without "
+            "credentials, which come from the environment",
+            "archive",
         )
-        needs = "archive_private needs archive, the place to copy to"
-        yield Rule(self.archive_private and address is None, needs)
+        needs = "needs archive, the address to copy to"
+        yield Rule(self.archive_private and address is None, needs, "archive_private")
 
     @property
     def is_elastic(self) -> bool:
@@ -328,7 +329,7 @@ class ResourcesRecipe(Section):
 
     @property
     def min_workers(self) -> int:
-        """Return the least number of training workers with which the training proceeds."""
+        """Return the smallest number of workers with which the training proceeds."""
         return self.workers.min if isinstance(self.workers, WorkerRange) else self.workers
 
     @property
@@ -338,13 +339,10 @@ class ResourcesRecipe(Section):
     @property
     def worker_count_text(self) -> str:
         """Return the number of training workers, in words."""
-        return (
-            f"{self.min_workers:,} to {self.max_workers:,}"
-            if self.is_elastic
-            else f"{self.max_workers:,}"
-        )
+        least = f"{self.min_workers:,} to " if self.is_elastic else ""
+        return f"{least}{self.max_workers:,}"
 
     @property
     def min_cpus(self) -> float:
-        """Return the number of CPUs without which nothing is trained."""
+        """Return the smallest number of CPUs with which the training proceeds."""
         return self.min_workers * self.cpus_per_worker

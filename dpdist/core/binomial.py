@@ -1,8 +1,8 @@
 """Exact confidence bounds of a probability, as pure functions of integer counts.
 
-All functions take scalars or arrays (broadcast together), work in float64 and round outwards, so
-that a bound is never on the wrong side of the exact one. They hold for independent draws whose
-number was fixed in advance.
+All functions take scalars or arrays (broadcast together), compute in float64 and round outwards, so
+that a bound is never on the wrong side of the exact one. They are valid for independent draws whose
+number is fixed in advance.
 """
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ import numpy as np
 import scipy  # `special` is loaded when a bound is first asked for
 from numpy.typing import ArrayLike
 
-# Inverse incomplete beta functions are good to about 1e-14 relative; this margin is a thousandth
-# of what any printed digit shows and keeps the rounding on the safe side.
+# Inverse incomplete beta functions have a relative error of about 1e-14; this margin covers it and
+# is far below any printed digit.
 RELATIVE_MARGIN = 1e-13
 
 Bound = np.ndarray | np.float64
 
 
 def clopper_pearson_lower(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -> Bound:
-    """Return the one-sided lower confidence bound of a probability.
+    """Return the one-sided lower confidence bound of a probability, from hits in draws.
 
-    The bound is from ``hits`` hits in ``draws`` draws.
-
-    The largest p with Pr[Binomial(draws, p) >= hits] <= alpha; 0 when hits = 0. The true
+    It is the largest p with Pr[Binomial(draws, p) >= hits] <= alpha; 0 when hits = 0. The true
     probability lies below it with probability at most alpha. Exact for counts up to 1e9 and more.
     Source: Clopper and Pearson, Biometrika 1934; used by Cohen et al., ICML 2019, Section 3.2.2.
 
@@ -72,7 +70,7 @@ def hoeffding_lower(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -> Boun
 def two_sided_p_value(hits: int, draws: int) -> float:
     """Return the p value of hits or more extreme under Binomial(draws, 1/2)."""
     most = max(hits, draws - hits)
-    if 2 * most == draws:  # no draws, too
+    if 2 * most == draws:  # also without draws
         return 1.0
     return float(min(1.0, 2 * scipy.special.betainc(most, draws - most + 1, 0.5)))
 

@@ -1,7 +1,7 @@
 """Print messages, progress and tables, and format numbers without overstating them.
 
-A command prints short lines, one live progress line with rate and time left, and one list of
-rows (`Row`). A bound is formatted in the direction in which it stays true.
+A command prints short lines, one progress line with rate and time left, and one list of rows
+(`Row`). Bounds are rounded in the direction in which they stay valid.
 """
 
 from __future__ import annotations
@@ -23,15 +23,12 @@ from typing import Any, NamedTuple, Protocol, SupportsFloat
 
 
 def log(text: str) -> None:
-    """Print a line about a command's progress to standard error; results go to standard output."""
+    """Print a line to standard error; results go to standard output."""
     print(text, file=sys.stderr, flush=True)
 
 
 def print_json(value: Any) -> None:
-    """Print a result on standard output, as one line of JSON.
-
-    A number that is not finite, which JSON cannot hold, becomes its name: "inf".
-    """
+    """Print a result to standard output as one line of JSON; infinity becomes "inf"."""
     print(json.dumps(_replace_nonfinite(value), allow_nan=False), flush=True)
 
 
@@ -44,22 +41,21 @@ def _replace_nonfinite(value: Any) -> Any:
 
 
 class ShowProgress(Protocol):
-    """Show how far a command is."""
+    """Show the progress of a command."""
 
     def __call__(self, done: int, total: int, rate: float, stage: str = "", /) -> None: ...
 
 
 @contextmanager
 def progress(title: str, unit: str, rate_unit: str | None = None) -> Iterator[ShowProgress]:
-    """Yield a callback (done, total, rate, stage) that keeps one line of the terminal up to date.
+    """Yield a callback (done, total, rate, stage) that updates one line of the terminal.
 
-    rate: of `unit` per second, unless `rate_unit` names what it counts; the time left is then
-    taken from the pace since the first call, whose `done` may be that of an earlier session.
-    stage: of what is being done, behind the numbers.
+    On a terminal the line is rewritten; elsewhere a line is printed every ten seconds. It shows
+    only progress: losses and accuracies on training data are private.
 
-    On a terminal the line is rewritten; elsewhere a line is printed every ten seconds. Shows
-    nothing but
-    progress: losses and accuracies on training data are private.
+    rate: `unit` per second, or `rate_unit` per second; with the latter the time left is computed
+    from the pace since the first call, whose `done` may be from an earlier session. stage: text
+    after the numbers.
     """
     live = sys.stderr.isatty()
     last_shown = last_length = 0.0
@@ -105,12 +101,12 @@ def _format_duration(seconds: float) -> str:
 
 
 class Row(NamedTuple):
-    """State one result: the terminal, pages, cards and JSON render the same rows.
+    """One result, which the terminal, pages, cards and JSON all render.
 
     Attributes:
-        name: what it is, in lower case.
+        name: name of the result, in lower case.
         value: the result. A no-break space keeps two words on one line.
-        beside: how to read it.
+        beside: how to interpret it.
         brief: whether it is shown at the end of a command; other rows are details.
     """
 
@@ -121,29 +117,29 @@ class Row(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Return the name as a page shows it."""
+        """Return the name with a capital."""
         return self.name[:1].upper() + self.name[1:]
 
     @property
     def text(self) -> str:
-        """Return value and reading in one line."""
+        """Return value and interpretation in one line."""
         between = " " if self.beside.startswith("(") else "; "
         return (self.value + between * bool(self.beside) + self.beside).replace("\u00a0", " ")
 
 
-_MAX_WIDTH, _NARROW = 100, 40  # of a line, and of a value that others are aligned with
+_MAX_WIDTH, _NARROW = 100, 40  # of a line, and of a value to which others are aligned
 
 
 def _width() -> int:
-    """Return the columns of a line: those of $COLUMNS, else of the terminal, but at most 100."""
+    """Return the columns of a line: $COLUMNS, or those of the terminal, but at most 100."""
     columns = shutil.get_terminal_size((_MAX_WIDTH, 24)).columns
     return columns if os.environ.get("COLUMNS") else min(_MAX_WIDTH, columns)
 
 
 def format_table(rows: Sequence[Row | tuple[str, str]], title: str = "") -> str:
-    """Return rows below a title, as plain text: see `_width` for its columns.
+    """Return a title and rows as plain text, wrapped to the terminal except for long words.
 
-    Only a word that is longer, such as a path, is wider. rows: of `Row`, or of name and value.
+    rows: each a `Row`, or name and value.
     """
     width = _width()
     shown = [Row(*row) for row in rows]
@@ -188,7 +184,7 @@ def format_markdown_table(rows: Sequence[Row]) -> str:
 
 
 def format_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return aligned columns; a long last column is wrapped to the terminal."""
+    """Return aligned columns, the last one wrapped to the terminal."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header) - 1)]
     indent = sum(widths) + 2 * len(widths)
     room = max(40, _width() - indent)
@@ -209,14 +205,13 @@ def format_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def format_percent(fraction: SupportsFloat, digits: int = 2, *, round_up: bool = False) -> str:
-    """Return a share in %, without its sign, rounded down.
+    """Return a fraction in %, without the sign, rounded down.
 
-    So 100 stands only where nothing is missing, and a lower bound is never printed larger than it
-    is.
+    So only 1 is shown as 100, and a lower bound is never overstated.
 
     Args:
         fraction: between 0 and 1.
-        digits: behind the point.
+        digits: number of decimals.
         round_up: round up instead, for an upper bound.
 
     Example:
@@ -227,7 +222,7 @@ def format_percent(fraction: SupportsFloat, digits: int = 2, *, round_up: bool =
 
 
 def format_bound(number: SupportsFloat, digits: int = 3, *, round_up: bool = False) -> str:
-    """Return a bound with so many digits behind the point, rounded down; round_up: rounded up.
+    """Return a lower bound with this number of decimals, rounded down; round_up: rounded up.
 
     Example:
         >>> format_bound(0.9996), format_bound(0.0001, round_up=True)
@@ -237,11 +232,11 @@ def format_bound(number: SupportsFloat, digits: int = 3, *, round_up: bool = Fal
 
 
 def format_significant(number: SupportsFloat, digits: int = 4, *, round_down: bool = False) -> str:
-    """Return an upper bound with so many significant digits, rounded up.
+    """Return an upper bound with this number of significant digits, rounded up.
 
     Args:
-        number: the bound; infinity and NaN are named.
-        digits: at most 15, which a float holds.
+        number: the bound; infinity and NaN are shown by name.
+        digits: at most 15, the precision of a float.
         round_down: round down instead, for a lower bound.
 
     Example:
@@ -255,7 +250,7 @@ def format_significant(number: SupportsFloat, digits: int = 4, *, round_down: bo
 
 
 def format_confidence(error: SupportsFloat) -> str:
-    """Return 1 less an error in %, without its sign and with all its digits.
+    """Return 1 minus an error in %, without the sign and with all digits.
 
     Example:
         >>> format_confidence(0.05), format_confidence(1e-6)
@@ -267,7 +262,7 @@ def format_confidence(error: SupportsFloat) -> str:
 
 
 def _rounded(number: Decimal, digits: int, round_up: bool) -> str:
-    """Return a number as people write it: 0.29 is 29 %, not a hair below."""
+    """Return a decimal number rounded in one direction: 0.29 is 29 %, not a little less."""
     if not number.is_finite():
         return str(float(number))
     step = Decimal(1).scaleb(-digits)
@@ -275,7 +270,7 @@ def _rounded(number: Decimal, digits: int, round_up: bool) -> str:
 
 
 def format_exact(number: float) -> str:
-    """Return a number with six digits where that is the number itself, else with all it has.
+    """Return a number with six digits if that is exact, else with all digits.
 
     Example:
         >>> format_exact(0.25), format_exact(0.12345678)

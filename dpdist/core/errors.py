@@ -9,17 +9,17 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """How a command ended, as its exit code.
+    """Exit codes of commands.
 
     Attributes:
-        DONE: The command did its work, and every check that it made holds.
-        REFUTED: The command did its work, and a check failed: `audit` or `membership` found more
+        DONE: The command finished, and all its checks passed.
+        REFUTED: The command finished, and a check failed: `audit` or `membership` measured more
             than the proved epsilon, `attack --check-certificates` contradicted a certificate, or
-            `verify` found a release that does not hold. A fault of dpdist itself, which prints a
-            traceback, has this code too.
-        USER_ERROR: The command refused its input, or the cluster or the disk failed: an unknown or
-            wrong recipe key, option or file, a damaged run, a full disk. One line for each says
-            what to mend, and the same command may be run again.
+            `verify` found a release to be invalid. A fault of dpdist itself, which prints a
+            traceback, also has this code.
+        USER_ERROR: The input is wrong, or the cluster or the disk failed: an unknown or wrong
+            recipe key, option or file, a damaged run, a full disk. One line for each tells you how
+            to fix it, and you may run the same command again.
         INTERRUPTED: Ctrl-C or SIGTERM ended the command; the same command continues.
     """
 
@@ -30,11 +30,11 @@ class ExitCode(IntEnum):
 
 
 def with_page(message: str, see: str) -> str:
-    """Return the message with the place in the documentation that helps at its end.
+    """Return the message followed by the page of the documentation that helps.
 
-    see: a page below `docs/` and an anchor on it, always written out ("how-to/cluster.md#faults"),
-    so that a test can hold that it exists; "" for a message that says all. A message that ends with
-    a place already, that of the error it quotes, keeps this one.
+    see: a page in `docs/` and an anchor, written in full ("how-to/cluster.md#faults") so that a
+    test can check that it exists; "" without a page. A message that ends with a page, such as that
+    of a quoted error, is returned as it is.
     """
     return message if not see or _PLACE.search(message) else f"{message} (docs/{see})"
 
@@ -43,7 +43,7 @@ _PLACE = re.compile(r" \(docs/[^\s()]+\)$")
 
 
 class DocumentedError(Exception):
-    """An error whose message may end with the page that helps; see `with_page`."""
+    """An error whose message may end with the page that helps (`with_page`)."""
 
     def __init__(self, message: str = "", *, see: str = "") -> None:
         super().__init__(with_page(message, see))
@@ -52,9 +52,9 @@ class DocumentedError(Exception):
 class UserError(DocumentedError):
     """An error in an input, a file or a setting, which you can fix.
 
-    `str(error)` is the message: the key or file, its rule and its value, a remedy, and the page
-    that explains it (the argument `see`), if there is one. A command prints it in one line and ends
-    with exit code 2.
+    `str(error)` is the message: the key or file, its rule and value, the fix, and the page that
+    explains it (the argument `see`), if there is one. A command prints it in one line and ends with
+    exit code 2.
 
     Example:
         >>> import dpdist
@@ -69,7 +69,7 @@ class UserError(DocumentedError):
 class ClusterError(DocumentedError):
     """A fault of the cluster or of Ray rather than of an input.
 
-    `str(error)` is the message: the fault, its place and a remedy. You may run the same command
+    `str(error)` is the message: the fault, its place and the fix. You may run the same command
     again.
 
     Example:
@@ -84,18 +84,15 @@ class Interrupted(Exception):
 
 
 class InvalidResultsError(UserError):
-    """Work that found all its results so far worthless: it is neither tried again nor continued."""
+    """All results so far are invalid: the work is neither repeated nor continued."""
 
 
 class DiskFullError(UserError):
-    """A disk that is full, over its quota or read-only, or a limit on the size of files.
-
-    The user makes room and runs the command again.
-    """
+    """A disk that is full, over its quota or read-only, or a limit on file sizes."""
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Return whether a full disk caused the error, so that a repetition would fail again."""
+    """Return whether a full disk caused the error, so that a retry would fail."""
     while error is not None:
         if isinstance(error, DiskFullError) or (
             isinstance(error, OSError) and error.errno in _DISK_FULL_ERRNOS
@@ -109,7 +106,7 @@ _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 def is_permission_or_limit_error(error: OSError) -> bool:
-    """Return whether the machine refuses an operation by permissions or limits, for any caller."""
+    """Return whether permissions or limits of the machine caused the error."""
     return error.errno in _PERMISSION_OR_LIMIT_ERRNOS
 
 

@@ -1,12 +1,12 @@
-"""Types of the fields that recipes and files are made of; a field's bounds belong to its type.
+"""Types of the fields of recipes and files; a field's bounds belong to its type.
 
-Numbers are finite and of a size that can be computed with; true is not a number; a path is one
-that a file system can hold; free values (options of a model, choices of a search) are JSON. Small
-vocabularies that several rooms share stand here as well: token numbers, image views, levels of
-independence, names of norms and attacks.
+Numbers are finite and within computable bounds; true is not a number; paths are valid for a file
+system; free values (options of a model, choices of a search) are JSON. Small vocabularies that
+several packages share are here as well: tokens, image views, levels of independence, names of norms
+and attacks.
 
-An option that applies only beside others is refused where nothing would use it. Such conditions
-hold for new runs: a run that was begun stays readable.
+An option that nothing would use raises an error (`OptionCondition`). Conditions apply only to new
+runs: a started run stays readable.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from pydantic_core import PydanticCustomError
 from dpdist.core.errors import UserError, with_page
 from dpdist.core.files import quoted, read_json, validate_path
 
-# --- options that apply only beside others ----------------------------------------------------
+# --- options that apply only with others ------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class OptionCondition:
     """A condition under which options of a section apply.
 
-    keys: below the section that states it, dotted. description: when they apply, behind "only
-    applies". is_met: whether they do, for a section; without it they never do.
+    keys: dotted, relative to the section. description: when they apply, after "only applies".
+    is_met: whether they do, for a section; by default never.
     """
 
     keys: tuple[str, ...]
@@ -50,16 +50,15 @@ class OptionCondition:
 
 
 def collect_conditions(section_class: type[BaseModel]) -> list[OptionCondition]:
-    """Return the conditions of a section's class, those of its bases first."""
+    """Return the conditions of a section's class, starting with those of its bases."""
     stated = [vars(each).get("conditions", ()) for each in reversed(section_class.__mro__)]
     return [condition for some in stated for condition in some]
 
 
 def iter_unused_options(section: BaseModel, context: str = "") -> Iterator[str]:
-    """Yield a complaint about each option of a section that is set and that nothing uses.
+    """Yield a message about each option of a section, and of its sections, that nothing uses.
 
-    An option is set when it differs from its default. Sections inside the section count too.
-    context: begins each key.
+    Only options that differ from their defaults count. context: prefix of each key.
     """
     yield from iter_condition_errors(collect_conditions(type(section)), section, context)
     for name in type(section).model_fields:
@@ -71,19 +70,19 @@ def iter_unused_options(section: BaseModel, context: str = "") -> Iterator[str]:
 def iter_condition_errors(
     conditions: Iterable[OptionCondition], section: BaseModel, context: str = ""
 ) -> Iterator[str]:
-    """Yield a complaint about each option of a section that these conditions refuse."""
+    """Yield a message about each option of a section that these conditions rule out."""
     for condition in conditions:
         if condition.is_met(section):
             continue
         for key in condition.keys:
             value, usual = value_and_default(section, key)
             if value != usual:
-                said = f"only applies {condition.description}, got {quoted(value)}"
-                yield f"{context}{key}: {said}; leave it out"
+                rule = f"only applies {condition.description}, got {quoted(value)}"
+                yield f"{context}{key}: {rule}; leave it out"
 
 
 def value_and_default(section: BaseModel, key: str) -> tuple[Any, Any]:
-    """Return an option's value and its default; (None, None) where its section is missing."""
+    """Return an option's value and its default; (None, None) if its section is missing."""
     *path, name = key.split(".")
     for part in path:
         found = getattr(section, part)
@@ -98,17 +97,17 @@ def value_and_default(section: BaseModel, key: str) -> tuple[Any, Any]:
 
 
 MIN_POSITIVE, MAX_NUMBER = 1e-9, 1e9  # of a positive number in a recipe or on the command line
-MAX_COUNT = 1_000_000_000  # of whatever is counted
-MAX_MODELS = 10_000  # that one command trains: each is a training, and a folder
+MAX_COUNT = 1_000_000_000
+MAX_MODELS = 10_000  # models that one command trains, each with a folder
 MAX_STEPS = 1_000_000  # of a training: more take minutes to account, and weeks to run
 RESOURCE_LIMITS = (1e-4, 1024)  # CPUs or GPUs of one process: Ray counts in ten-thousandths
-# of a noise multiplier above 0: beyond, no accountant's numbers are any good
+# of a noise multiplier above 0: no accountant is accurate beyond
 NOISE_MULTIPLIER_LIMITS = (1e-2, 1e4)
 MIN_DELTA = 1e-30
 
 
 class Rule(NamedTuple):
-    """A rule between options. key: which one breaks it, "" where `text` names them. see: a page."""
+    """A rule between options. key: of the wrong option, "" if `text` names it. see: a page."""
 
     broken: Any
     text: str
@@ -117,14 +116,14 @@ class Rule(NamedTuple):
 
 
 class Section(BaseModel):
-    """One section of a recipe: no unknown keys, never changed, only finite numbers."""
+    """One section of a recipe: immutable, without unknown keys, only with finite numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    conditions: ClassVar[tuple[OptionCondition, ...]] = ()  # of its options; a base's hold as well
+    conditions: ClassVar[tuple[OptionCondition, ...]] = ()  # also those of bases apply
 
     def rules(self) -> Iterator[Rule]:
-        """Yield the rules between its options; the first broken one is the error. By default none.
+        """Yield the rules between its options, by default no rules; the first broken one is raised.
 
         Yields:
             A `Rule` each: `broken` (true if the settings break it), `text`, `key` and `see` (str).
@@ -149,14 +148,14 @@ def _reject_bool(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Range:
-    """A rule of a number's field: between `low` and `high`, or 0 where `allow_zero`."""
+    """A validator of a number between `low` and `high`, or 0 if `allow_zero`."""
 
     low: float
     high: float
     allow_zero: bool = False
 
     def __call__(self, value: float) -> float:
-        """Return the value. Raises ValueError when it lies outside."""
+        """Return the value. Raises ValueError if it is outside."""
         if not (self.low <= value <= self.high or (self.allow_zero and value == 0)):
             also = "0, or " if self.allow_zero else ""
             raise ValueError(f"must be {also}between {self.low:g} and {self.high:g}")
@@ -172,12 +171,12 @@ def _whole_above_one(value: float) -> float:
 def _resolve_path(value: Path) -> Path:
     """Return the absolute path, so that a run continues from any directory and on any host.
 
-    A recipe's file was anchored at its own folder before (`dpdist.runs.recipe.load_recipe`): what
-    is still relative comes from an option or from Python, and begins at the current directory.
+    Paths of a recipe's file are already relative to its folder (`dpdist.runs.recipe.load_recipe`);
+    other relative paths are from an option or Python, and start at the current directory.
     """
     try:
         return validate_path(value).resolve()
-    except (UserError, OSError, RuntimeError) as error:  # the last: links in a circle
+    except (UserError, OSError, RuntimeError) as error:  # RuntimeError: links in a circle
         raise ValueError(str(error)) from None
 
 
@@ -188,7 +187,7 @@ def _check_one_line(value: str) -> str:
 
 
 def _check_json(value: Any, max_depth: int = 8) -> Any:
-    """Return `value` when it is made of JSON types, at most 8 deep and 1,000 values wide."""
+    """Return `value` if it has only JSON types, at most 8 deep and 1,000 values wide."""
     inner: list[Any] = []
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         inner = list(value.values())
@@ -199,7 +198,7 @@ def _check_json(value: Any, max_depth: int = 8) -> Any:
             raise ValueError("must be a number below 2^63")
     elif not isinstance(value, str) and value is not None:
         kind = type(value).__name__
-        raise ValueError(f"must be text, a number, true, false, null, a list or keys, no {kind}")
+        raise ValueError(f"must be text, a number, true, false, null, a list or keys, not {kind}")
     if max_depth == 0 or len(inner) > 1000:
         raise ValueError("must be at most 8 deep and 1,000 values wide")
     for each in inner:
@@ -208,7 +207,7 @@ def _check_json(value: Any, max_depth: int = 8) -> Any:
 
 
 def check_run_name(name: object) -> str:
-    """Return the name of a run, which is also that of its folder. Raises ValueError."""
+    """Return a valid name of a run, and of its folder. Raises ValueError."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         raise ValueError(
             "must be letters, digits, '.', '_' and '-', at most 100 (it names the run folder)"
@@ -217,14 +216,21 @@ def check_run_name(name: object) -> str:
 
 
 def check_hex_key(value: str) -> str:
-    """Return a key as hexadecimal text. Raises ValueError."""
+    """Return a valid key as hexadecimal text. Raises ValueError."""
     if not re.fullmatch(r"[0-9a-f]{64}", value):
         raise ValueError("must be 64 lower-case hex digits")
     return value
 
 
 HexKey = Annotated[str, AfterValidator(check_hex_key)]
-# one value stands for a list of it
+
+
+def text_as(key: str) -> BeforeValidator:
+    """Return a validator that accepts a text instead of a section with only this key."""
+    return BeforeValidator(lambda given: {key: given} if isinstance(given, str) else given)
+
+
+# accepts one value instead of a list
 OneOrMore = BeforeValidator(
     lambda given: given if given is None or isinstance(given, list | tuple) else (given,)
 )
@@ -232,7 +238,7 @@ RejectBool = BeforeValidator(_reject_bool)
 Count = Annotated[int, RejectBool, Field(ge=1, le=MAX_COUNT)]
 CountOrZero = Annotated[int, RejectBool, Field(ge=0, le=MAX_COUNT)]
 Steps = Annotated[int, RejectBool, Field(ge=1, le=MAX_STEPS)]
-# of a search, on average or at most
+# of a search, as mean or maximum
 TrialCount = Annotated[int, RejectBool, Field(ge=1, le=10_000)]
 ModelCount = Annotated[int, RejectBool, Field(ge=1, le=MAX_MODELS)]
 ProcessCount = Annotated[int, RejectBool, Field(ge=1, le=10_000)]  # training workers, Ray actors
@@ -252,11 +258,10 @@ Gpus = Annotated[
     RejectBool,
     Field(ge=0),
     AfterValidator(Range(*RESOURCE_LIMITS, allow_zero=True)),
-    AfterValidator(_whole_above_one),  # which is Ray's rule
+    AfterValidator(_whole_above_one),  # as Ray requires
 ]
-NotNegative = Annotated[
-    float, RejectBool, Field(ge=0, le=MAX_NUMBER)
-]  # only compared: no number too small
+# without the lower bound of PositiveOrZero, as it is only compared
+NotNegative = Annotated[float, RejectBool, Field(ge=0, le=MAX_NUMBER)]
 NoiseMultiplier = Annotated[
     float,
     RejectBool,
@@ -282,9 +287,9 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(_check_json)]
 
 
 def key_error(key: str, rule: str, see: str = "") -> PydanticCustomError:
-    """Return the error of a section's rule about one of its keys, for a validator to raise.
+    """Return the error of a rule about one key of a section, for a validator to raise.
 
-    see: the page that helps; see `with_page`.
+    see: the page that helps, as in `with_page`.
     """
     return PydanticCustomError(
         "of_key", "{key}: {rule}", {"key": key, "rule": with_page(rule, see)}
@@ -312,13 +317,12 @@ def validation_message(item: Any) -> str:
     rule = _ERROR_MESSAGES.get(item["type"])
     if rule is not None:
         return rule.format(**item.get("ctx", {}))
-    said = item["msg"].removeprefix("Value error, ")
-    text: str = said[:1].lower() + said[1:]
-    return text
+    text: str = item["msg"].removeprefix("Value error, ")
+    return text[:1].lower() + text[1:]
 
 
 def validate_section(section: type[Section], value: Any) -> Section:
-    """Return `value` as a section that is only known at run time; for use in a validator."""
+    """Return `value` as a section whose class is only known at run time, in a validator."""
     try:
         return section.model_validate(value)
     except ValidationError as error:
@@ -326,10 +330,7 @@ def validate_section(section: type[Section], value: Any) -> Section:
 
 
 def iter_errors(error: ValidationError) -> Iterator[Any]:
-    """Yield the entries of pydantic's `errors()`, including those of sections known at run time.
-
-    See `validate_section`.
-    """
+    """Yield the entries of pydantic's `errors()`, also those of `validate_section`."""
     for item in error.errors():
         for inner in item.get("ctx", {}).get("errors", [{**item, "loc": ()}]):
             yield {**inner, "loc": (*item["loc"], *inner["loc"])}
@@ -340,7 +341,7 @@ def iter_errors(error: ValidationError) -> Iterator[Any]:
 
 def _check_number(value: Any) -> Any:
     if type(value) not in (int, float) or not abs(value) < 2**63:
-        raise PydanticCustomError("float_type", "no number of a float's size")
+        raise PydanticCustomError("float_type", "must be a number below 2^63")
     return value
 
 
@@ -352,8 +353,8 @@ def _check_secret_hex(value: str) -> str:
     return value
 
 
-SecretHex = Annotated[str, AfterValidator(_check_secret_hex)]  # which no message shows
-Number = Annotated[float, PlainValidator(_check_number)]  # kept as it is: 1 stays 1, and not 1.0
+SecretHex = Annotated[str, AfterValidator(_check_secret_hex)]  # messages never show the value
+Number = Annotated[float, PlainValidator(_check_number)]  # 1 stays 1, not 1.0
 WholeNumber = Annotated[int, Field(ge=0)]
 Keys = dict[str, Any]
 
@@ -372,10 +373,10 @@ _FILE_RULES = {
 
 
 class FileShape(BaseModel):
-    """The content of one file format: the keys it must have, and the type of each.
+    """The content of one file format: its required keys and their types.
 
-    Types are strict: true is no number, and a number is no text. Keys that no field names are left
-    alone, because a later version may write more. `Section` is for what people write.
+    Types are strict: true is not a number, and a number is not a text. Unknown keys are ignored, as
+    a later version may write more. `Section` is for files that people write.
 
     newest_format: the highest value of the key format that this version reads.
     """
@@ -388,7 +389,7 @@ class FileShape(BaseModel):
         """Return the content of a JSON object.
 
         Raises UserError, in one line that begins with `context`, for a newer format, and for the
-        first key that is missing or of another type.
+        first key that is missing or has a wrong type.
         """
         cls.refuse_newer(record, context)
         try:
@@ -399,12 +400,12 @@ class FileShape(BaseModel):
             rule = _FILE_RULES.get(item["type"], "").format(**item.get("ctx", {}))
             silent = item["type"] in ("missing", "secret")
             got = "" if silent else f", got {quoted(item['input'])}"
-            said = f"{key} {rule or validation_message(item)}{got}".strip()
-            raise UserError(f"{context}: damaged: {said}") from None
+            text = f"{key} {rule or validation_message(item)}{got}".strip()
+            raise UserError(f"{context}: damaged: {text}") from None
 
     @classmethod
     def refuse_newer(cls, record: Keys, context: str) -> None:
-        """Raise UserError where the key format is above `newest_format`."""
+        """Raise UserError if the key format is above `newest_format`."""
         version = record.get("format")
         if cls.newest_format is not None and type(version) is int and version > cls.newest_format:
             maker = f"{quoted(record['dpdist'], 20).strip(chr(39))}, " if "dpdist" in record else ""
@@ -420,34 +421,34 @@ class FileShape(BaseModel):
 
     @classmethod
     def read_keys(cls, path: Path) -> Keys:
-        """Return the JSON object of a file that `read` accepts, with the keys no field names."""
+        """Return the JSON object of a file that `read` accepts, with unknown keys."""
         record = read_json(path)
         cls.parse(record, str(path))
         return record
 
 
-# --- measures of what is no class -------------------------------------------------------------
+# --- measures of numbers and labels -----------------------------------------------------------
 
 
-# By data.targets: of numbers, over all of a record's; of labels, shares of labels and of records.
+# By data.targets: for numbers, over all of a record; for labels, fractions of labels and records.
 MEASURES = {
     "number": ("mean squared error", "mean absolute error"),
     "labels": ("labels right", "records with all labels right"),
 }
 
 
-# --- token numbers ----------------------------------------------------------------------------
+# --- tokens -----------------------------------------------------------------------------------
 
 
 BEGIN, END, FIRST_BYTE = 0, 1, 2  # byte b is b + 2
-UNKNOWN, FIRST_WORD = 2, 3  # of a list of words, the first is 3
+UNKNOWN, FIRST_WORD = 2, 3  # the first word of a list is 3
 BYTES = 256 + FIRST_BYTE
-PADDING = -1  # is no token, whatever the tokenizer
-PROMPT = -2  # a token t that is read and not learned, as of a prompt, stands as -2 - t
+PADDING = -1  # not a token of any tokenizer
+PROMPT = -2  # a token t that is read and not learned, as in a prompt, is stored as -2 - t
 
 
 def scale_to_unit(values: Any, low: Any, high: Any) -> Any:
-    """Return numbers with their public ranges mapped to [0, 1]; what lies beyond is cut.
+    """Return numbers with their public ranges mapped to [0, 1]; values beyond are cut.
 
     values: an array (..., features). low, high: a number, or an array (features,).
     """
@@ -455,14 +456,14 @@ def scale_to_unit(values: Any, low: Any, high: Any) -> Any:
 
 
 def vocabulary_size(num_words: int | None) -> int:
-    """Return the number of tokens: begin, end, unknown and so many words; None means bytes."""
+    """Return the number of tokens: begin, end, unknown and the words; None means bytes."""
     return BYTES if num_words is None else num_words + FIRST_WORD
 
 
 # --- views of an image ------------------------------------------------------------------------
 
 
-MAX_SHIFT = 8  # pixels by which an image is moved
+MAX_SHIFT = 8  # pixels
 
 
 def list_shifts(max_shift: int) -> list[tuple[int, int]]:
@@ -491,13 +492,13 @@ INDEPENDENCE = {
 }
 
 
-# assumed where a model draws random numbers in its passes (`dpdist.gradients.random_passes`)
+# assumed if a model uses random numbers in its passes (`dpdist.gradients.random_passes`)
 DRAWS_BY_ROW = (
     "each row's random draws are independent of other rows, and torch's generator (not "
     "cryptographic) cannot be told from true randomness"
 )
-MOST_MOVED = 1025  # records that one record more may move: those of its keyed block
-# By precision: bits of what is assumed of a move, and of the slack that the clip has for it.
+MOST_MOVED = 1025  # records of a keyed block, which one more record may move
+# By precision: bits of the assumed effect of a move, and of the slack of the clip.
 _ROUNDING_BITS = {"float32": (19, 8), "float64": (35, 24)}
 
 
@@ -508,14 +509,14 @@ def describe_rounding(
     moves: float | None,
     nominal: bool = False,
 ) -> str:
-    """Return what a guarantee assumes of floating point, in sentences for the card.
+    """Return the floating-point assumptions of a guarantee, in sentences for the card.
 
     Args:
         rounding: `resources.rounding`.
         micro_batch: `resources.micro_batch`.
         precision: of the trained parameters, float32 or float64.
-        moves: measured change of a clipped gradient, in clip norms; None where it was not measured.
-        nominal: whether the number of records is protected, so that those behind a record move up.
+        moves: measured change of a clipped gradient, in clip norms; None if it was not measured.
+        nominal: whether the number of records is protected, so that later records move up.
     """
     if micro_batch == 1:
         return (
@@ -541,7 +542,7 @@ def describe_rounding(
     if moves is None:
         return f"{said} Not measured."
     rounded = 10.0 ** (math.floor(math.log10(moves)) - 1) if moves else 1.0
-    shown = f"{math.ceil(moves / rounded) * rounded:.2g}"  # never less than was measured
+    shown = f"{math.ceil(moves / rounded) * rounded:.2g}"  # rounded up
     said += (
         " Measured on the training device, in the training precision, on 64 public or synthetic "
         "records (moved by a row, and to a pass of another length; a model's random draws move "
@@ -556,10 +557,7 @@ def describe_rounding(
 
 
 def weakest(levels: Iterable[str]) -> str:
-    """Return the least sure of several statements of independence.
-
-    A word that is none of the three counts as SCREENED.
-    """
+    """Return the weakest of several levels of independence; unknown words count as SCREENED."""
     order = list(INDEPENDENCE)
     places = [order.index(each) if each in order else 0 for each in levels]
     return order[min(places, default=0)]
@@ -575,9 +573,9 @@ ATTACKS: tuple[AttackName, ...] = ("fgsm", "i-fgsm", "mim", "pgd")
 
 
 def describe_input_fields(fields: Mapping[str, tuple[Sequence[int], str]]) -> str:
-    """Return the fields that a model reads in words.
+    """Return the fields that a model reads, in words.
 
-    fields: by name, the shape of one record's and the type of its numbers.
+    fields: by name, the shape of one record and the type of its numbers.
     """
     return ", ".join(
         f"{name} ({' x '.join(map(str, size)) or 1} {kind})"

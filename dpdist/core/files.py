@@ -1,12 +1,11 @@
 """Read untrusted files safely and write files that survive a crash.
 
-Reading ends whatever lies there: a pipe, a device or a folder is refused before it is opened,
-sizes are bounded, and JSON, YAML and Parquet have the expected shape. YAML is read strictly, so
-that a file has one meaning: a key given twice and numbers that YAML 1.1 reads to the base 8 or 60
-are refused with their line. File names from outside (an archive's manifest, a job's log, a command
-line) are accepted as they are or not at all, and stay inside their folder. Files are written whole
-or not at all, in folders that only their owner can read. Each refusal is a UserError that names the
-file, the fault and the remedy.
+A pipe, a device or a folder raises an error before it is opened, sizes are bounded, and JSON, YAML
+and Parquet must have the expected shape. YAML is read strictly: a key given twice, and numbers that
+YAML 1.1 reads in base 8 or 60, raise an error with their line. File names from outside (an
+archive's manifest, a job's log, a command line) must be plain, and stay inside their folder. Files
+are written atomically, in folders that only their owner can read. Each error is a UserError with
+the file, the fault and the fix.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ MAX_JSON_BYTES = 64 * 2**20  # of a JSON file
 
 
 class MissingFileError(UserError):
-    """There is nothing at the path."""
+    """A path that does not exist."""
 
 
 def validate_path(path: str | Path) -> Path:
-    """Return `path` with ~ expanded. Raises UserError for a path that no file system could hold."""
+    """Return `path` with ~ expanded. Raises UserError for an invalid path."""
     text = str(path)
     if any(ord(letter) < 32 or letter == "\x7f" for letter in text):
-        raise UserError(f"{quoted(text)}: a path without control characters is needed")
+        raise UserError(f"{quoted(text)}: a path must not have control characters")
     names = [len(os.fsencode(name)) for name in text.split("/")]
     if len(text) > 4000 or max(names) > 255:
         raise UserError(f"{quoted(text)}: the path is too long (a name has at most 255 bytes)")
@@ -60,13 +59,11 @@ def validate_path(path: str | Path) -> Path:
 
 
 def check_utf8_name(name: str | Path, context: str = "") -> None:
-    """Raise UserError for a name of bytes that are not UTF-8.
-
-    Arrow, recipes and tables hold no such name.
+    """Raise UserError for a name that is not UTF-8, as Arrow, recipes and tables need.
 
     Args:
         name: a file's path, or any other name.
-        context: begins the complaint; the name itself by default.
+        context: start of the message; the name itself by default.
     """
     try:
         str(name).encode()
@@ -75,7 +72,7 @@ def check_utf8_name(name: str | Path, context: str = "") -> None:
 
 
 def exists_as_non_folder(path: Path) -> bool:
-    """Return whether a file lies at `path`; False for a folder, and where nobody could look."""
+    """Return whether `path` is a file; False for a folder and for an unreadable path."""
     try:
         return path.exists() and not path.is_dir()
     except (OSError, ValueError):
@@ -83,9 +80,9 @@ def exists_as_non_folder(path: Path) -> bool:
 
 
 def check_regular_file(path: str | Path, max_bytes: int | None = None) -> Path:
-    """Return `path` when a regular file of at most `max_bytes` bytes lies there.
+    """Return `path` if it is a regular file of at most `max_bytes` bytes.
 
-    Raises MissingFileError, and UserError for anything else.
+    Raises MissingFileError, or UserError for anything else.
     """
     path = Path(path)
     try:
@@ -98,7 +95,8 @@ def check_regular_file(path: str | Path, max_bytes: int | None = None) -> Path:
         raise UserError(f"{path}: is {_file_type(info.st_mode)}, must be a regular file")
     if max_bytes is not None and info.st_size > max_bytes:
         raise UserError(
-            f"{path}: {info.st_size:,} bytes, at most {max_bytes:,} are read: is it the right file?"
+            f"{path}: must have at most {max_bytes:,} bytes, got {info.st_size:,}; check that "
+            "it is the right file"
         )
     return path
 
@@ -109,7 +107,7 @@ def _file_type(mode: int) -> str:
 
 
 def check_regular_or_missing(path: str | Path) -> None:
-    """Raise UserError when opening `path`, or making it, would meet anything but a regular file."""
+    """Raise UserError if `path` exists and is not a regular file."""
     try:
         check_regular_file(path)
     except MissingFileError:
@@ -130,14 +128,14 @@ def read_text(path: str | Path, max_bytes: int = MAX_JSON_BYTES) -> str:
     try:
         return read_bytes(path, max_bytes).decode()
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: must be UTF-8 text, byte {error.start} is not") from None
+        raise UserError(f"{path}: must be UTF-8 text, got others at byte {error.start}") from None
 
 
 def read_json(path: str | Path, shape: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the JSON object in a file. shape: required dotted keys, with the type of each.
 
-    Raises MissingFileError, and UserError for what is not JSON (NaN, an endless number or a key
-    given twice included) or has another shape.
+    Raises MissingFileError, or UserError for invalid JSON (also NaN, an infinite number or a key
+    given twice) and for a missing key or a wrong type.
     """
     return parse_json(read_text(path), str(path), shape)
 
@@ -145,7 +143,7 @@ def read_json(path: str | Path, shape: Mapping[str, Any] | None = None) -> dict[
 def parse_json(
     text: str | bytes, context: str, shape: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the JSON object in a text, as `read_json`; `context` begins the complaints."""
+    """Return the JSON object in a text, as `read_json`. context: start of messages."""
     value = parse_any_json(text, context)
     if not isinstance(value, dict):
         raise UserError(f"{context}: damaged: must be an object of keys, got {quoted(value)}")
@@ -166,9 +164,9 @@ def parse_any_json(text: str | bytes, context: str) -> Any:
 
 
 def check_shape(value: dict[str, Any], context: str, shape: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `value` when each dotted key of `shape` leads to a value of its type.
+    """Return `value` if each dotted key of `shape` has a value of its type; ints are floats, too.
 
-    A whole number is a float as well. Raises UserError.
+    Raises UserError.
     """
     for key, kind in shape.items():
         found: Any = value
@@ -191,10 +189,10 @@ def _has_type(value: Any, kind: Any) -> bool:
 
 
 def quoted(value: Any, max_length: int = 80) -> str:
-    """Return a value as one short line for a message, whatever the value is."""
+    """Return any value as one short line for a message."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # an endless number, endless nesting
+    except (ValueError, RecursionError):  # a huge integer, endless nesting
         text = f"a {type(value).__name__} too long to show"
     return text if len(text) <= max_length else f"{text[: max_length - 4]} ..."
 
@@ -203,8 +201,8 @@ def error_text(error: BaseException) -> str:
     """Return an error's text in one line."""
     if isinstance(error, RecursionError):
         return "nested too deeply"
-    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return " ".join(said.split())[:300] or type(error).__name__
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(text.split())[:300] or type(error).__name__
 
 
 def data_error(
@@ -216,18 +214,18 @@ def data_error(
     column: str | None = None,
     cause: BaseException | None = None,
 ) -> UserError:
-    """Return a complaint about a file of records: where, and which rule it breaks.
+    """Return an error about a file of records: the place, and the broken rule.
 
-    Guarantee: all words are dpdist's own, as a library's text may quote a record. Of what it raised
-    the kind alone is told, or what the operating system says of the file.
+    Guarantee: a library's text is not included, as it may quote a record, only the type of its
+    error, or the operating system's text about the file.
 
     Args:
         file: its path.
-        rule: what must be, or what is wrong.
+        rule: what is required, or what is wrong.
         row: number of the record, from 0.
         line: number of the line, from 1.
         column: name of the column.
-        cause: what a library raised.
+        cause: error that a library raised.
     """
     place = str(file)
     place += "" if row is None else f" row {row}"
@@ -242,7 +240,7 @@ def data_error(
 
 
 def _reject_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 def _parse_finite(text: str) -> float:
@@ -265,19 +263,18 @@ def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def write_atomic(path: Path, data: bytes | str, *, durable: bool = True) -> None:
-    """Replace `path` by `data`, durably: after a crash it holds the old content or the new one.
+    """Replace `path` by `data`: after a crash it has the old or the new content.
 
-    durable: False does not wait for the disk; who reads it sees the old or the new content, but for
-    a power cut. For what shows how far something is, and nothing rests on.
+    durable: False does not wait for the disk, for progress files that a power cut may damage.
     """
     with atomic_replacement(path, durable=durable) as aside:
         aside.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
 def write_files_atomic(files: Mapping[Path, str]) -> None:
-    """Replace files that belong together, so that a full disk leaves the old ones as they are.
+    """Replace files that belong together; a full disk leaves the old ones as they are.
 
-    All are written aside before the first takes its place. The first of them is replaced last.
+    All are written to temporary files before the first one is moved. The first is moved last.
     """
     with ExitStack() as stack:
         for path, text in files.items():
@@ -287,7 +284,7 @@ def write_files_atomic(files: Mapping[Path, str]) -> None:
 
 @contextmanager
 def atomic_replacement(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Yield a path to write a file at, which then replaces `path` as in `write_atomic`."""
+    """Yield a path for a file that then replaces `path` as in `write_atomic`."""
     make_folder(path.parent)
     aside = _temporary_sibling(path)
     try:
@@ -302,10 +299,9 @@ def atomic_replacement(path: Path, *, durable: bool = True) -> Iterator[Path]:
 
 
 def write_result(path: Path, data: bytes | str) -> None:
-    """Write a file that a user asked for by its path, whole or not at all.
+    """Write a file at a path that a user names, atomically unless it is a pipe or device.
 
-    A link is followed; into a pipe or device it is written as it is. Raises OSError, where its
-    folder is not there among others.
+    A link is followed. Raises OSError, for example if the folder does not exist.
     """
     raw = data.encode() if isinstance(data, str) else data
     target = path.resolve()
@@ -316,9 +312,9 @@ def write_result(path: Path, data: bytes | str) -> None:
 
 
 def write_secret_once(path: Path, text: str) -> None:
-    """Write a secret at `path`, whole, durable and for its owner only, unless a file exists.
+    """Write a secret at `path`, atomically and for its owner only, unless a file exists.
 
-    Of two processes at once, the first one's secret stays for both.
+    If two processes write at once, both use the first one's secret.
     """
     if os.path.lexists(path):
         return
@@ -336,7 +332,7 @@ def write_secret_once(path: Path, text: str) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """Bring a file's content to the disk, or the names in a folder."""
+    """Sync a file's content, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -345,18 +341,18 @@ def fsync_path(path: Path) -> None:
 
 
 def _temporary_sibling(path: Path) -> Path:
-    """Return a name beside `path` that no other process takes, even on hosts sharing the disk."""
+    """Return an unused path next to `path`, also if hosts share the disk."""
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
 
 
-_TEMPORARY_NAME = re.compile(r"\.(.+)\.(\d+)-[0-9a-f]{8}")  # as `_temporary_sibling` makes them
+_TEMPORARY_NAME = re.compile(r"\.(.+)\.(\d+)-[0-9a-f]{8}")  # of `_temporary_sibling`
 
 
 def remove_leftovers(*folders: Path, target_name: str | None = None) -> None:
-    """Remove what killed processes of this host left half-written in these folders.
+    """Remove temporary files of killed processes of this host from these folders.
 
-    For who is alone there: on a disk that hosts share, another host's writer would be taken for a
-    dead one. target_name: only what would have become the file or folder of that name.
+    Only for folders without writers on other hosts, which would be taken for dead. target_name:
+    remove only those of the file or folder with this name.
     """
     for folder in folders:
         for path in folder.iterdir() if folder.is_dir() else ():
@@ -373,17 +369,17 @@ def remove_leftovers(*folders: Path, target_name: str | None = None) -> None:
                 path.unlink(missing_ok=True)
 
 
-SESSION_FOLDER = "DPDIST_SESSION_FOLDER"  # names the folder of a local Ray session, to all in it
-TRAINING_FOLDER = "dpdist-training-"  # how the folder of one of many trainings begins
+SESSION_FOLDER = "DPDIST_SESSION_FOLDER"  # environment variable: folder of a local Ray session
+TRAINING_FOLDER = "dpdist-training-"  # prefix of the folder of one of many trainings
 _LOCK = "held.lock"
 
 
 @contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """Make a folder on this host for its owner only (mode 0700), and remove it at the end.
+    """Yield a new folder on this host (mode 0700), which is removed at the end.
 
-    In a local Ray session it lies in the session's folder. What a killed process leaves, the next
-    one that makes such a folder removes.
+    In a local Ray session it is in the session's folder. The next call removes folders of killed
+    processes.
     """
     root = Path(tempfile.gettempdir())
     remove_unlocked_folders(root, prefix)
@@ -399,18 +395,18 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
 
 @contextmanager
 def lock_temporary_folder(folder: Path) -> Iterator[None]:
-    """Mark a temporary folder as in use while this process lives, for `remove_unlocked_folders`."""
+    """Mark a temporary folder as in use by this process, for `remove_unlocked_folders`."""
     new = folder / f"{_LOCK}.new"
     with new.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        os.replace(new, folder / _LOCK)  # under this name it is never there and free
+        os.replace(new, folder / _LOCK)  # so the file of this name is always locked
         yield
 
 
 def remove_unlocked_folders(root: Path, prefix: str) -> None:
-    """Remove this user's folders below `root` whose names have this prefix and that nobody holds.
+    """Remove this user's unlocked folders in `root` whose names have this prefix.
 
-    One without a lock is left alone: it is being made, or is none of ours.
+    A folder without a lock file is kept: it is being created, or is not dpdist's.
     """
     for folder in root.glob(f"{prefix}*"):
         with suppress(OSError):
@@ -424,14 +420,14 @@ def remove_unlocked_folders(root: Path, prefix: str) -> None:
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
     """Write JSON, sorted and indented, as `write_atomic`.
 
-    Raises ValueError for a number that is not finite, which JSON cannot hold.
+    Raises ValueError for a number that is not finite, which JSON does not have.
     """
     text = json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
     write_atomic(path, text, durable=durable)
 
 
 def finite_or_none(value: float) -> float | None:
-    """Return a measured number as JSON can hold it: null for one that is not finite."""
+    """Return a number for JSON: None if it is not finite."""
     return value if math.isfinite(value) else None
 
 
@@ -439,10 +435,10 @@ def finite_or_none(value: float) -> float | None:
 def atomic_folder(
     folder: Path, *, replace: bool = False, keep_existing: bool = False
 ) -> Iterator[Path]:
-    """Yield a path to build `folder` at, which is moved to `folder` at the end: whole or not there.
+    """Yield a path at which to build `folder`, which is moved to `folder` at the end.
 
-    replace: a folder that is there already makes room for the new one, and only when that is whole.
-    keep_existing: one that another process put there meanwhile stays, instead of an OSError.
+    replace: an existing folder is replaced once the new one is complete. keep_existing: a folder
+    that a different process moved there meanwhile stays, instead of an OSError.
     """
     old = _temporary_sibling(folder)
     if replace:
@@ -464,10 +460,10 @@ def atomic_folder(
 
 @contextmanager
 def staging_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder beside `folder` to build files in, which then take their places below it.
+    """Yield a folder for new files, which are then moved into `folder`.
 
-    A folder that was not there is whole or not there. One that was keeps its other files, and all
-    of them when a place is taken (ValueError, as of `dpdist.core.files.resolve_inside`).
+    A new folder is created atomically. An existing one keeps its other files, and all of them if a
+    path is taken (ValueError, as of `dpdist.core.files.resolve_inside`).
     """
     with _staging_path(folder) as aside:
         aside.mkdir()
@@ -484,9 +480,9 @@ def staging_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _staging_path(folder: Path) -> Iterator[Path]:
-    """Yield a free path beside `folder`, and remove everything that is left there at the end.
+    """Yield an unused path next to `folder`, and remove what is left there at the end.
 
-    Folders above that were made for it and stayed empty are removed, too.
+    New parent folders that stay empty are removed, too.
     """
     aside = _temporary_sibling(folder)
     made = [above for above in folder.parents if not above.exists()]
@@ -501,9 +497,9 @@ def _staging_path(folder: Path) -> Iterator[Path]:
 
 
 def make_folder(path: Path, mode: int = 0o777) -> None:
-    """Create a folder, and those above it, so that their names survive a crash.
+    """Create a folder and its parents, and sync their names.
 
-    A file that was synced is lost with the name of a folder around it.
+    A synced file would be lost with the name of a folder around it.
 
     mode: of `path` itself, if it is new.
     """
@@ -527,27 +523,27 @@ _MAX_NAME_BYTES = 255  # bytes of one part of a path, on the usual file systems
 
 
 def check_relative_path(name: object, label: str = "path") -> str:
-    """Return `name` when it is a path below a folder, its parts separated by single slashes.
+    """Return `name` if it is a plain path below a folder, with single slashes.
 
-    Raises ValueError for anything absolute, with '.' or '..' or empty parts, a backslash, a drive,
-    or a character that does not print.
+    Raises ValueError for an absolute path, '.', '..' or empty parts, a backslash, a drive, or a
+    character that is not printable.
     """
     if not isinstance(name, str) or not name:
         raise ValueError(f"{label}: must be a relative path, got {name!r}")
     parts = name.split("/")
     outside = any(part in ("", ".", "..") or part != part.strip() for part in parts)
     if outside or "\\" in name or ":" in parts[0] or not name.isprintable():
-        raise ValueError(f"{label}: {name!r} is not a plain path below the folder")
+        raise ValueError(f"{label}: must be a plain path below the folder, got {name!r}")
     if any(len(part.encode()) > _MAX_NAME_BYTES for part in parts):
         raise ValueError(f"{label}: {name[:40]!r}... is too long")
     return name
 
 
 def resolve_inside(folder: Path, path: str) -> Path:
-    """Return the path of the file `path` below `folder`; nothing is made.
+    """Return the path of the file `path` below `folder`, without creating it.
 
-    `path` is checked by `check_relative_path`. Raises ValueError when a link on the way leads
-    elsewhere, or something else has the place.
+    `path` is checked by `check_relative_path`. Raises ValueError for a link on the way, and for a
+    file or folder in the way.
     """
     target = folder
     for part in check_relative_path(path).split("/"):
@@ -565,9 +561,9 @@ def resolve_inside(folder: Path, path: str) -> Path:
 
 
 def json_equal(one: Any, other: Any) -> bool:
-    """Return whether two JSON values are equal but for the last bits of numbers.
+    """Return whether two JSON values are equal except for the last bits of numbers.
 
-    Machines differ in these bits.
+    These differ between machines.
     """
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(json_equal(one[k], other[k]) for k in one)
@@ -582,61 +578,53 @@ def json_equal(one: Any, other: Any) -> bool:
 # --- Parquet files ----------------------------------------------------------------------------
 
 
-# What a kind is called, and by which of pyarrow.types it is known.
+# By type: its name in messages, and the functions of pyarrow.types that recognize it.
 _COLUMN_TYPES = {
     int: ("whole numbers", ("is_integer",)),
     float: ("numbers", ("is_floating",)),
     str: ("text", ("is_string", "is_large_string")),
     bool: ("true or false", ("is_boolean",)),
 }
-# int, float, str or bool, and the least value; object: whatever it holds, empty too.
+# int, float, str or bool, and the least value; object: any values, also missing ones
 ColumnSpec = tuple[type, float | None]
-_MAX_VALUES = 2**28  # in one table: a small file may name more than any memory holds
+_MAX_VALUES = 2**28  # in one table: a small compressed file may have more than fits into memory
 
 
-# In the metadata of files of papers/dplis/features.py, wherever they are moved: a text, what a
-# guarantee on them assumes of the network that made them.
+# Key of the metadata of files of papers/dplis/features.py: a text, what a guarantee on them assumes
+# of the network that computed them.
 FEATURES_KEY = b"dpdist.features"
 
 
 def open_parquet(path: str | Path) -> pq.ParquetFile:
-    """Open a Parquet file, of which only the footer is read.
+    """Return an open Parquet file, of which only the footer is read.
 
     Raises:
-        MissingFileError: nothing lies at the path.
-        UserError: it is no regular file, its name is no text, its footer cannot be read, or the
-            footer's number of rows is not that of its row groups.
+        MissingFileError: the path does not exist.
+        UserError: it is not a regular file, its name is not UTF-8, or its footer cannot be read.
     """
     import pyarrow.parquet as pq
 
-    path = check_regular_file(path)  # a pipe would be waited for without end
+    path = check_regular_file(path)  # opening a pipe would wait forever
     check_utf8_name(path)
     try:
         reader = pq.ParquetFile(path)
         names = reader.schema_arrow.names  # decoded only now
     except parquet_errors() as error:
         raise data_error(path, "not a readable Parquet file", cause=error) from None
-    about = reader.metadata
-    rows = [about.row_group(number).num_rows for number in range(about.num_row_groups)]
-    if min(rows, default=0) < 0 or sum(rows) != about.num_rows:
-        raise UserError(
-            f"{path}: damaged: its footer counts {about.num_rows:,} rows, its row groups "
-            f"{sum(rows):,}"
-        )
     for name in names:
         check_utf8_name(name, f"{path}: column {name!r}")
     return reader
 
 
 def parquet_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions that pyarrow raises for a Parquet file that is damaged."""
+    """Return the exceptions that pyarrow raises for a damaged Parquet file."""
     import pyarrow as pa
 
     return (OSError, ValueError, OverflowError, MemoryError, pa.ArrowException)
 
 
 def count_values(reader: pq.ParquetFile) -> int:
-    """Return the number of values, of all columns and rows, that a file's footer counts."""
+    """Return the number of values of all columns and rows by a file's footer."""
     about = reader.metadata
     groups = [about.row_group(number) for number in range(about.num_row_groups)]
     columns = range(about.num_columns)
@@ -646,27 +634,21 @@ def count_values(reader: pq.ParquetFile) -> int:
 
 
 def read_table(path: str | Path, columns: Mapping[str, ColumnSpec]) -> pa.Table:
-    """Return a Parquet table of at least one row.
+    """Return a Parquet table with at least one row.
 
-    columns: those that must be there, each filled, with the kind and the least of its values.
+    columns: required ones, without missing values, with the type and the least of their values.
 
-    Raises dpdist.core.files.MissingFileError, and UserError naming column and row for what does not
-    fit.
+    Raises MissingFileError, or UserError naming column and row of a wrong value.
     """
     path = Path(path)
     reader = open_parquet(path)
     if (values := count_values(reader)) > _MAX_VALUES:
-        raise UserError(f"{path}: holds {values:,} values, at most {_MAX_VALUES:,} are read")
+        raise UserError(f"{path}: must have at most {_MAX_VALUES:,} values, got {values:,}")
     try:
         table = reader.read()
         table.validate(full=True)
     except parquet_errors() as error:
         raise data_error(path, "not a readable Parquet table", cause=error) from None
-    if table.num_rows != reader.metadata.num_rows:
-        raise UserError(
-            f"{path}: damaged: its footer counts {reader.metadata.num_rows:,} rows, "
-            f"{table.num_rows:,} are there"
-        )
     check_columns(table, columns, path)
     if table.num_rows == 0:
         raise UserError(f"{path}: damaged: holds no rows")
@@ -674,14 +656,14 @@ def read_table(path: str | Path, columns: Mapping[str, ColumnSpec]) -> pa.Table:
 
 
 def check_columns(table: pa.Table, columns: Mapping[str, ColumnSpec], path: Path) -> None:
-    """Raise UserError naming column and row where a table lacks a column or a value of its kind."""
+    """Raise UserError naming column and row of a missing column or a wrong value."""
     names = table.column_names
     twice = sorted({name for name in names if names.count(name) > 1})
     missing = [name for name in columns if name not in names]
     if twice or missing:
-        said = [f"no column {name!r}" for name in missing]
-        said += [f"column {name!r} is there twice" for name in twice]
-        raise UserError(f"{path}: damaged: {', '.join(said)}")
+        faults = [f"no column {name!r}" for name in missing]
+        faults += [f"column {name!r} is there twice" for name in twice]
+        raise UserError(f"{path}: damaged: {', '.join(faults)}")
     for name, (kind, least) in columns.items():
         _check_column(path, name, table[name], kind, least)
 
@@ -717,17 +699,16 @@ _OTHER_BASE = re.compile(r"[-+]?0[0-7_]+|.*:.*")  # of a number, in YAML 1.1
 def read_yaml(path: str | Path, *, other_bases: bool = False) -> list[Any]:
     """Return the documents of a YAML file, as dicts, lists, strings, numbers, booleans and None.
 
-    other_bases: read 010 and 1:30 as YAML does, as 8 and 90, which nobody else does; cluster files
-    hold modes so.
+    other_bases: read 010 and 1:30 as YAML 1.1 does, as 8 and 90, for modes in cluster files.
 
-    Raises dpdist.core.files.MissingFileError when there is none, UserError for what is refused
-    above, for more than 128 KiB and for what is no YAML.
+    Raises MissingFileError, or UserError for what the module's docstring names, for more than
+    128 KiB and for invalid YAML.
     """
     return parse_yaml(read_text(path, MAX_YAML_BYTES), str(path), other_bases=other_bases)
 
 
 def parse_yaml(text: str, context: str, *, other_bases: bool = False) -> list[Any]:
-    """Return the documents of a YAML text, as `read_yaml`; `context` begins the complaints."""
+    """Return the documents of a YAML text, as `read_yaml`. context: start of messages."""
     try:
         found = list(yaml.load_all(text, yaml.SafeLoader if other_bases else _Loader))
         json.dumps(found, default=str, skipkeys=True)  # an alias within itself has no end
@@ -739,7 +720,7 @@ def parse_yaml(text: str, context: str, *, other_bases: bool = False) -> list[An
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader without dates (they stay text) that refuses what has a second meaning."""
+    """SafeLoader that reads dates as text, and raises an error for ambiguous values."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
@@ -760,8 +741,8 @@ class _Loader(yaml.SafeLoader):
     def construct_scalar(self, node: Any) -> Any:
         if node.tag.endswith((":int", ":float")) and _OTHER_BASE.fullmatch(node.value):
             raise UserError(
-                f"line {node.start_mark.line + 1}: {node.value} must be a decimal number, which "
-                f'YAML reads to the base 8 or 60: write it so, or "{node.value}" for the text'
+                f"line {node.start_mark.line + 1}: must be a decimal number, got {node.value}, "
+                f'which YAML reads in base 8 or 60; write "{node.value}" for the text'
             )
         return super().construct_scalar(node)
 

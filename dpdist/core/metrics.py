@@ -1,7 +1,7 @@
-"""Measure answers on test records by more than accuracy, each result with a 95 % interval.
+"""Metrics of predictions on test records, with 95 % intervals.
 
-scikit-learn computes what it has. An interval is of the bootstrap: the test records, or all records
-of a user together, are drawn again with replacement.
+scikit-learn computes those that it has. Intervals are by the bootstrap: test records, or users with
+all their records, are resampled with replacement.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-Metrics = dict[str, list[float]]  # value, and where it has an interval, low and high
+Metrics = dict[str, list[float]]  # value, and low and high of its interval, if any
 
 ACCURACY, RMSE = "accuracy", "root mean squared error"
 _BINS = 15  # of the calibration error
-_MOST_DRAWS, _LEAST_DRAWS, _NUMBERS = 200, 100, 2_000_000  # of records in all draws
+_MOST_DRAWS, _LEAST_DRAWS, _NUMBERS = 200, 100, 2_000_000  # _NUMBERS: records in all resamples
 
 
 def class_metrics(
     logits: np.ndarray, labels: np.ndarray, users: np.ndarray | None = None
 ) -> Metrics:
-    """Return the metrics of classified records, by name; none where a logit is not finite.
+    """Return the metrics of classified records, by name; {} if a logit is not finite.
 
     Args:
         logits: (records, classes); their softmax is the probability of each class.
-        labels: (records,), whole numbers.
-        users: (records,), a number for each user; None where every record is its own unit.
+        labels: (records,), integers.
+        users: (records,), a number for each user; None if each record is its own unit.
     """
     if not np.isfinite(logits).all():
         return {}
@@ -54,7 +54,7 @@ def class_metrics(
     if users is None:
         wilson = binomtest(int(right.sum()), len(right)).proportion_ci(method="wilson")
         found[ACCURACY] = [float(right.mean()), float(wilson.low), float(wilson.high)]
-    # Without an interval: a draw with repetitions looks worse calibrated than the records.
+    # Without an interval: a resample with repetitions looks worse calibrated than the records.
     return found | {"expected calibration error": [calibration_error(chances.max(1), right)]}
 
 
@@ -63,7 +63,7 @@ def error_metrics(squared: np.ndarray, users: np.ndarray | None = None) -> Metri
 
     Args:
         squared: (records,), the mean squared error of each record's numbers.
-        users: as of `class_metrics`.
+        users: as in `class_metrics`.
     """
     if not np.isfinite(squared).all():
         return {}
@@ -76,7 +76,7 @@ def calibration_error(chances: np.ndarray, right: np.ndarray) -> float:
 
     Args:
         chances: (records,), of the predicted class.
-        right: (records,), 1 where it is the label, else 0.
+        right: (records,), 1 if it is the label, else 0.
     """
     place = np.minimum((chances * _BINS).astype(int), _BINS - 1)
     return float(np.abs(np.bincount(place, right - chances)).sum() / len(right))
@@ -86,7 +86,7 @@ _Metric = Callable[[np.ndarray], float]  # of the weights of the records
 
 
 def _of_both(metric: Callable[..., float], labels: np.ndarray, scores: np.ndarray) -> _Metric:
-    """Return a metric that is NaN where all weight is on one class."""
+    """Return a metric that is NaN if all weight is on one class."""
 
     def of(weights: np.ndarray) -> float:
         if len(np.unique(labels[weights > 0])) < 2:

@@ -1,9 +1,9 @@
-"""Import optional and fragile libraries in one place: extras, torchvision, foreign arrays.
+"""Import optional libraries: extras and torchvision; convert read-only arrays.
 
-A missing extra is reported with the command that installs it. torchvision refuses to be imported
-beside a CPU-only torch, because the schemas of two compiled operators are missing; defining these
-two schemas makes its data sets, transforms and models work (images are decoded by Pillow instead).
-`import dpdist` installs the hook that does so, whichever library imports torchvision afterwards.
+The error about a missing extra has the command that installs it. With a CPU-only torch the import
+of torchvision fails, because the schemas of two compiled operators are missing; with these two
+schemas its data sets, transforms and models work (Pillow decodes images). `import dpdist` installs
+a hook that defines them, whichever library imports torchvision afterwards.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SCHEMAS = {
     "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
-_torch_library = None  # torch.library definitions vanish with their object: keep it
+_torch_library = None  # kept, as definitions vanish with this object
 
 
 def import_torchvision(submodule: str = "") -> ModuleType:
@@ -67,9 +67,9 @@ def _define_schemas() -> None:
 
 
 class _TorchvisionPatcher(MetaPathFinder):
-    """An import hook that gives the mended torchvision to any library that imports it first.
+    """An import hook that defines torchvision's missing schemas when any library imports it.
 
-    Asking whether torchvision is installed neither imports it nor fails.
+    Checking whether torchvision is installed neither imports it nor fails.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -85,7 +85,7 @@ class _TorchvisionPatcher(MetaPathFinder):
 
 
 def _execute_mended(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
-    """Execute torchvision, again with the schemas defined where it lacks them."""
+    """Execute torchvision, and again with the schemas defined if they are missing."""
     try:
         execute(module)
     except RuntimeError as error:
@@ -107,10 +107,9 @@ def install_torchvision_hook() -> None:
 
 
 def array_to_tensor(array: np.ndarray) -> Tensor:
-    """Return an array as a tensor: on the same memory, or a copy if that must not be written.
+    """Return an array as a tensor on the same memory, or on a copy if the array is read-only.
 
-    Arrays that come out of Ray's object store or of a mapped file are read-only, of which torch
-    warns on the user's terminal.
+    Arrays from Ray's object store or a mapped file are read-only, for which torch prints a warning.
     """
     import torch
 

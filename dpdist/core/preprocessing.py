@@ -1,4 +1,4 @@
-"""Describe how the cells of a column become a model's inputs, by public constants alone."""
+"""The recipe's rules by which cells of a column become inputs, with public constants."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from pydantic import BeforeValidator, Field
 
 from dpdist.core.fields import Finite, Rule, Section, Text
 
-# How a column is counted where its range is bought (`dpdist.data.histograms`): a record adds 1 to
-# each of so many histograms; larger numbers, near the ends of what a rule may hold, are in the
-# outermost cells.
+# In noisy counts of a column (`dpdist.data.histograms`), a record adds 1 to each of these
+# histograms; larger numbers are in the outermost cells.
 COUNTED_LEVELS, LARGEST_COUNTED = 3, 2.0**29
 SECONDS = {"seconds": 1, "hours": 3600, "days": 86_400, "years": 31_556_952}
 
 
 def word_of(value: Any) -> str:
-    """Return a category as text: 1 and 1.0 are "1". Raises ValueError for a truth value."""
+    """Return a category as text: 1 and 1.0 are "1". Raises ValueError for a boolean."""
     if isinstance(value, bool):
         raise ValueError("must be in quotes: YAML reads yes, no, on and off as true and false")
     whole = isinstance(value, float) and value.is_integer()
@@ -26,11 +25,11 @@ def word_of(value: Any) -> str:
 
 
 class DateNumbers(Section):
-    """Turn dates into numbers.
+    """Convert dates to numbers.
 
     Attributes:
         origin: The date, such as 1900-01-01, that becomes 0.
-        unit: What is counted from it.
+        unit: The unit of time since the origin.
     """
 
     origin: Text
@@ -45,22 +44,22 @@ class DateNumbers(Section):
 
 
 class ColumnPreprocessing(Section):
-    """How the cells of one column become inputs: by public constants, each record by itself.
+    """How the cells of one column become inputs, by public constants, each record by itself.
 
     Attributes:
         range: Public constants [LOW, HIGH] that become 0 and 1; values beyond are cut.
-        missing: What replaces a missing cell. A constant is in the column's own units, or one of
-            the categories. `flag` gives 0, and adds a column that is 1 if the cell is missing.
-            Without it, a missing cell raises an error.
+        missing: Replacement of a missing cell. A constant is in the column's units, or one of the
+            categories. `flag` gives 0, and adds a column that is 1 if the cell is missing. Without
+            it, a missing cell raises an error.
         categories: Public list of the values of a column, which becomes a column of 0 and 1 for
             each, and one for any other value.
-        codes: Make one column of the categories' numbers from 0 instead, for an embedding; any
-            other value has the next number.
-        date: Turn dates into numbers.
-        log1p: Take log(1 + value), also of the ends of `range`.
-        text: Number of inputs that a column of text becomes. Each word is counted at one of them,
-            chosen by a hash of the word. The counts of a text are then scaled to L2 norm 1. A
-            missing text gives zeros.
+        codes: Use one column of the categories' numbers from 0 instead, for an embedding; other
+            values have the next number.
+        date: Convert dates to numbers.
+        log1p: Apply log(1 + value), also to the ends of `range`.
+        text: Number of inputs of a column of text. Each word is counted at one of them, chosen by a
+            hash of the word. The counts of a text are then scaled to L2 norm 1. A missing text
+            gives zeros.
         drop: Leave out a column that a pattern in `features` names.
     """
 
@@ -86,7 +85,7 @@ class ColumnPreprocessing(Section):
         yield Rule(self.codes and not self.categories, "needs categories", "codes")
         words = bool(self.categories)
         numbers = self.range or self.date or self.log1p
-        yield Rule(words and numbers, "not beside range, date or log1p", "categories")
+        yield Rule(words and numbers, "must be left out with range, date or log1p", "categories")
         fill = self.missing
         rule = "must be flag, or one of the categories"
         filled = fill in (None, "flag") or word_of(fill) in self.categories
@@ -94,18 +93,18 @@ class ColumnPreprocessing(Section):
         other = not words and isinstance(fill, str) and fill != "flag"
         yield Rule(other, f"must be flag or a number, got {fill}", "missing")
         mixed = self.text is not None and bool(words or numbers or fill not in (None, "flag"))
-        yield Rule(mixed, "not beside other rules but missing: flag", "text")
+        yield Rule(mixed, "must be left out with other rules except missing: flag", "text")
         low = self.log1p and self.range is None and isinstance(fill, float) and fill <= -1
         yield Rule(low, f"must be above -1 with log1p, got {fill}", "missing")
 
     @property
     def in_unit_range(self) -> bool:
-        """Return whether the inputs lie in [0, 1] whatever the cells hold."""
+        """Return whether the inputs are in [0, 1] for all cells."""
         scaled = self.range is not None or self.text is not None
         return scaled or (bool(self.categories) and not self.codes)
 
     def names(self, column: str) -> list[str]:
-        """Return the names of the inputs that a column becomes."""
+        """Return the names of a column's inputs."""
         kinds = [f"{column}={word}" for word in (*self.categories, "other")]
         names = kinds if self.categories and not self.codes else [column]
         if self.text is not None:
@@ -113,7 +112,7 @@ class ColumnPreprocessing(Section):
         return [*names, f"{column} missing"] if self.missing == "flag" else names
 
     def describe(self) -> str:
-        """Return in words what is done to a column, for a card."""
+        """Return the rule in words, for a card."""
         filled = "" if self.missing is None else f"missing cells become {self.missing}"
         filled = "missing cells are flagged" if self.missing == "flag" else filled
         words = [

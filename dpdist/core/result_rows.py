@@ -1,4 +1,4 @@
-"""Rows of accuracies, as runs, tables of certificates, releases and their cards show them."""
+"""Rows of accuracies for runs, tables of certificates, releases and cards."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def certified_row(
     """Return the row of certified accuracy.
 
     Args:
-        shares: radius, and share of inputs that are right and certified there.
+        shares: radius, and fraction of inputs that are correct and certified at it.
         norm: norm of the radii.
-        sigma: deviation of the noise.
-        title: settings of the table, where there are several.
+        sigma: standard deviation of the noise.
+        title: settings of the table, if there are several.
     """
     at = (f"{format_percent(share, 1)} % at r={format_exact(radius)}" for radius, share in shares)
     value = "   ".join(text.replace(" ", "\u00a0") for text in at)
@@ -38,17 +38,17 @@ def accuracy_rows(
     metrics: Metrics | None = None,
     commonest: int = 0,
 ) -> list[Row]:
-    """Return the rows of what was measured on test data; none of what is None.
+    """Return the rows of results on test data, without those that are None.
 
     Args:
-        accuracy: share of right answers.
-        inputs: how many were asked about.
-        unit: what they are.
-        next_tokens: how many, where these were asked about.
+        accuracy: fraction of correct answers.
+        inputs: number of inputs.
+        unit: name of the inputs.
+        next_tokens: number of next tokens, if these were predicted.
         perplexity: of next tokens.
-        base_perplexity: of the public base alone.
-        metrics: further ones (`dpdist.core.metrics`).
-        commonest: inputs of the commonest class; 0 where that is not known.
+        base_perplexity: of only the public base.
+        metrics: more metrics (`dpdist.core.metrics`).
+        commonest: number of inputs of the most frequent class; 0 if unknown.
     """
     of = f"{inputs:,} {unit}"
     if next_tokens is not None:

@@ -1,4 +1,4 @@
-"""Show a user's mistakes and Ctrl-C in one line where a script or a notebook catches neither.
+"""Show user errors and Ctrl-C in one line if a script or a notebook does not catch them.
 
 `import dpdist` installs both hooks. Other errors keep their traceback.
 """
@@ -20,21 +20,21 @@ _SHOWN = (UserError, ClusterError)
 
 
 class TrainingInterrupted(KeyboardInterrupt):
-    """Ctrl-C during a training that the same script resumes; its text says where."""
+    """Ctrl-C during a training that the same script resumes; its message states where."""
 
 
 class Work(Protocol):
-    """Work that a script has begun, and that the same script resumes."""
+    """Work of a script that the same script resumes."""
 
     def keep_interrupted(self) -> str | None:
-        """Keep it as it is after Ctrl-C, and return where it resumes; None if it is not open."""
+        """Save its state after Ctrl-C; return where it resumes, or None if it is not open."""
 
 
 unfinished: WeakSet[Work] = WeakSet()
 
 
 def install_error_hooks() -> None:
-    """Let Python and IPython show these errors in one line. A second call changes nothing."""
+    """Make Python and IPython show these errors in one line. A second call changes nothing."""
     if not getattr(sys.excepthook, "of_dpdist", False):
         sys.excepthook = _OneLine(sys.excepthook)
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
@@ -43,7 +43,7 @@ def install_error_hooks() -> None:
 
 
 class _OneLine:
-    """A `sys.excepthook` before another one."""
+    """A `sys.excepthook` that passes other errors to the previous one."""
 
     of_dpdist = True
 
@@ -56,11 +56,11 @@ class _OneLine:
         if issubclass(kind, _SHOWN):
             _print(error, _place(trace) if issubclass(kind, UserError) else "")
         elif issubclass(kind, TrainingInterrupted):
-            if str(error):  # of several workers one says so
+            if str(error):  # only one of several workers has a message
                 _print(error)
             raise SystemExit(ExitCode.INTERRUPTED)
         elif kind is KeyboardInterrupt and (
-            lines := [said for work in unfinished if (said := work.keep_interrupted())]
+            lines := [line for work in unfinished if (line := work.keep_interrupted())]
         ):
             print("\n".join(lines), file=sys.stderr, flush=True)
             raise SystemExit(ExitCode.INTERRUPTED)
@@ -69,7 +69,7 @@ class _OneLine:
 
 
 def _place(trace: TracebackType | None) -> str:
-    """Return file and line of the innermost frame that is not of this package."""
+    """Return file and line of the innermost frame outside this package."""
     found = ""
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename

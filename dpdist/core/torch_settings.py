@@ -1,7 +1,7 @@
-"""Torch's deterministic algorithms: one setting of the process, which several threads need at once.
+"""Torch's deterministic algorithms, a setting of the process that several threads need at once.
 
-A block that needs them and a job that sets aside what the program around it chose may overlap in
-any order: neither changes what the other computes under.
+A block that needs them, and a job that replaces the program's choice, may overlap in any order, and
+neither changes the setting of the other.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ Choice = tuple[bool, bool, bool]  # deterministic, warns only, fills new tensors
 
 
 class SharedBlocks:
-    """Blocks, in any threads, that need one state of the process.
+    """Blocks in any threads that need one state of the process.
 
-    The first one to begin makes it, and the last one to end takes it back.
+    The first block to start sets it, and the last one to end restores it.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class SharedBlocks:
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Hold the state until the end of the block."""
+        """Keep the state inside the block."""
         with self._lock:
             if not self._open:
                 self._begin()
@@ -45,20 +45,20 @@ class SharedBlocks:
 
 
 class _Deterministic(SharedBlocks):
-    """Blocks that compute by deterministic algorithms, whatever the program chose around them.
+    """Blocks with deterministic algorithms, whatever the program chose.
 
-    An operation that has none warns, unless the program chose an error.
+    An operation without one warns, unless the program chose an error.
     """
 
     _chosen: Choice = (False, False, True)  # while a block is open
 
     def chosen(self) -> Choice:
-        """Return what the program chose, also inside of a block of any thread."""
+        """Return the program's choice, also inside a block of any thread."""
         with self._lock:
             return self._chosen if self._open else _in_torch()
 
     def choose(self, choice: Choice) -> None:
-        """Choose what holds as soon as no block is open."""
+        """Set the program's choice, which applies once no block is open."""
         with self._lock:
             self._chosen = choice
             _set_in_torch(_inside(choice) if self._open else choice)
@@ -92,7 +92,7 @@ def _in_torch() -> Choice:
 def _set_in_torch(choice: Choice) -> None:
     import torch
 
-    # Not by torch.use_deterministic_algorithms, which loads torch's compiler.
+    # torch.use_deterministic_algorithms would load torch's compiler.
     strict, warned, filled = choice
     torch._C._set_deterministic_algorithms(strict, warn_only=warned)
     torch._C._set_deterministic_fill_uninitialized_memory(filled)

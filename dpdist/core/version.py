@@ -1,4 +1,4 @@
-"""The version of dpdist, in a module that every other one can import."""
+"""The version of dpdist, in a module without imports of other modules."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Records made of arrays, tables, map-style data sets and loaders (`dpdist.data.protocol`).
 
-Arrays and tables become columns in memory. Data sets of items are asked item by item, each under
-seeds of its own, and a loader's collate function is called with one item at a time, so that no
-record can leave a trace in another one's tensors.
+Arrays and tables become columns in memory. Map-style data sets are read item by item, each with its
+own seeds, and a loader's collate function gets one item at a time, so that a record cannot change
+the tensors of another one.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from dpdist.data.protocol import (
     INPUTS,
     TARGETS,
     Records,
+    check_labels,
     fields_of,
     find_generators,
     fingerprint_of,
@@ -54,19 +55,18 @@ from dpdist.data.tables import is_list
 if TYPE_CHECKING:
     from dpdist.data.protocol import Batch
 
-IGNORED = -100  # what torch and `transformers` have in labels where nothing is learned
+IGNORED = -100  # the label of tokens that are not learned, in torch and `transformers`
 LABELS = "labels"
 _MASKS = ("attention_mask", "token_type_ids")
 _ONE_RECORD = (
-    "each item of {} is made of one record alone: no mixing of several, no overlapping windows, no "
-    "statistics of the whole set, nothing that is kept from item to item"
+    "each item of {} is computed from one record alone: no mixing of several, no overlapping "
+    "windows, no statistics of the whole set, no state kept from item to item"
 )
-_AT_ONCE = 1024  # records whose targets are looked at together
-_CHECK_KEY = bytes(32)  # of the draw that the records are checked in; nothing is released of it
+_CHECK_KEY = bytes(32)  # seeds the augmentations when records are checked; nothing is released
 
 
 class RecordError(Exception):
-    """Why a collator of dpdist's own refuses a record: a rule and a way on, without any value."""
+    """A record that a collator of dpdist rejects: the broken rule and its fix, without a value."""
 
     def __init__(self, rule: str, then: str) -> None:
         super().__init__(rule, then)
@@ -75,9 +75,9 @@ class RecordError(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `as_records`.
+    """Arguments of `as_records`.
 
-    inputs: () for all but target and unit. single: `inputs` was one name, not a list of names.
+    inputs: () for all fields except target and unit. single: `inputs` was one name, not a list.
     """
 
     name: str = "data"
@@ -92,25 +92,25 @@ class Options:
     single: bool = False
 
     def refuse(self, rule: str, then: str, see: str = "") -> NoReturn:
-        """Raise UserError with a rule that the data break, a way on, and a page that helps."""
+        """Raise UserError with the rule that the data break, the fix, and a page that helps."""
         raise UserError(f"{self.name}: {rule}; {then}", see=see) from None
 
     def length_of(self, name: str) -> int | None:
-        """Return the public length of a field, or None where records are not padded."""
+        """Return the public length of a field, or None if it is not padded."""
         if isinstance(self.pad_to, Mapping):
             return self.pad_to.get(name)
         return self.pad_to if name != TARGETS and name != self.target else None
 
     def padding_of(self, name: str, whole: bool, fields: Collection[str]) -> float:
-        """Return the value that fills up a field: one rule for every kind of data.
+        """Return the value that pads a field.
 
-        What is learned gets the value that no loss counts, and a mask 0; neither takes the one
-        `pad_value` of all fields, which would be learned or seen.
+        Labels and targets get -100, which no loss counts, and masks 0: a `pad_value` for all fields
+        would be learned or attended to.
 
-        whole: it holds whole numbers. fields: names of all fields of a record.
+        whole: whether the field has integers. fields: names of all fields of a record.
 
         Raises:
-            UserError: no value is harmless, and none was given for this field.
+            UserError: no value is harmless, and `pad_value` does not name this field.
         """
         if isinstance(self.pad_value, Mapping) and name in self.pad_value:
             return self.pad_value[name]
@@ -121,7 +121,7 @@ class Options:
             return 0
         if learned or (whole and LABELS in fields and name != "input_ids"):
             self.refuse(
-                f"pad_value must give a value for field {name!r}, which is filled up, got none",
+                f"pad_value must give a value for field {name!r}, which is padded, got none",
                 f"give pad_value={{{name!r}: VALUE}}, and the length of some fields only by "
                 "pad_to={FIELD: LENGTH}",
             )
@@ -185,16 +185,24 @@ def as_records(
         >>> len(records), records.batch(np.array([0, 3])).shape
         (4, torch.Size([2, 2]))
     """
-    named = (inputs,) if isinstance(inputs, str) else tuple(inputs)
+    single = isinstance(inputs, str)
     options = Options(
-        name, named, target, unit, classes, pad_to, pad_value, ranges or {}, before_transform,
-        isinstance(inputs, str),
-    )  # fmt: skip
+        name=name,
+        inputs=(inputs,) if isinstance(inputs, str) else tuple(inputs),
+        target=target,
+        unit=unit,
+        classes=classes,
+        pad_to=pad_to,
+        pad_value=pad_value,
+        ranges=ranges or {},
+        before_transform=before_transform,
+        single=single,
+    )
     return adapt(str(data) if isinstance(data, PathLike) else data, options)
 
 
 def adapt(data: Any, options: Options) -> Records:
-    """Return records of anything that `as_records` takes. Raises UserError."""
+    """Return the records of any data that `as_records` accepts. Raises UserError."""
     if isinstance(data, str):
         data = _of_name(data, options)
     if isinstance(data, Records):
@@ -236,19 +244,18 @@ def _of_name(name: str, options: Options) -> Any:
     return file.read(file.schema.names).replace_schema_metadata(file.schema.metadata)
 
 
-# --- columns: the one way of files, tables, arrays and tensors ---------------------------------
+# --- columns of files, tables, arrays and tensors ----------------------------------------------
 
 
-TABLE = "table"  # the form of named columns, of which those of one number each are features
+TABLE = "table"  # the form of named columns: those with one number per record become features
 
 
 def _columns_of(
     data: Any, library: str, options: Options
 ) -> tuple[dict[str, Any], Any, Mapping[bytes, bytes]] | None:
-    """Return columns by name, the form of a batch, and what a file says of itself.
+    """Return columns by name, the form of a batch, and a file's metadata; None for items.
 
-    The form is `dict`, `tuple`, None of a single input, or `TABLE`. None in place of all for items,
-    which are asked one by one.
+    The form is `dict`, `tuple`, `TABLE`, or None for a single input.
     """
     if library in ("pandas", "pyarrow"):
         names = list(data.columns if library == "pandas" else data.column_names)
@@ -280,11 +287,11 @@ def _columns_of(
 
 
 class ArrayRecords(Records):
-    """Records that lie in memory as arrays, one row each.
+    """Records in memory as arrays, one row per record.
 
-    inputs: a tensor (N, ...), or a tuple or dict of them. wanted: the targets (N, ...); None where
-    there are none. units: one value a record; None: each its own. of_features: a script made them
-    of other records, which a budget would not know again.
+    inputs: a tensor (N, ...), or a tuple or dict of them. wanted: the targets (N, ...), or None.
+    units: one value per record; None if each record is its own unit. of_features: a script computed
+    them from other records, which a budget would not recognize.
     """
 
     of_features = False
@@ -320,18 +327,18 @@ class ArrayRecords(Records):
         names = [name for name in names if name != unit]
         named = {name: _numbers(name, columns[name], options, names) for name in names}
         units = options.unit if unit is None else _units_of(unit, columns[unit], options)
+        lengths = {name: len(column) for name, column in named.items()}
+        if len({*lengths.values()}) > 1:
+            told = ", ".join(f"{name} {length:,}" for name, length in lengths.items())
+            options.refuse(f"fields must have one length, got {told}", "give one value per record")
         if form is TABLE:
             named, form = _arranged(named, options)
-        lengths = {name: len(column) for name, column in named.items()}
-        if len({*lengths.values()}) != 1:
-            said = ", ".join(f"{name} {length:,}" for name, length in lengths.items())
-            options.refuse(f"fields must have one length, got {said}", "give one value a record")
-        if not (count := next(iter(lengths.values()))):
-            options.refuse("must hold one record at least, got none", "look where it comes from")
+        if not (count := max(lengths.values(), default=0)):
+            options.refuse("must have at least one record, got none", "check the source")
         target = TARGETS if TARGETS in named else options.target
         wanted = _long(named[target]) if target in named else None
         if wanted is not None:
-            check_labels(wanted, options)
+            check_labels(wanted, options.classes, options.name)
         if form is not dict and target is not None:
             named.pop(target, None)
         for name, column in () if options.ranges else named.items():
@@ -367,7 +374,7 @@ class ArrayRecords(Records):
 def _require_fields(
     options: Options, names: Collection[str], keys: Sequence[str] = ("inputs", "target", "unit")
 ) -> None:
-    """Refuse data without a field that an argument names, and say which they have."""
+    """Raise UserError, with the names of all fields, if an argument names a missing field."""
     for key in keys:
         asked = getattr(options, key)
         for name in (asked,) if isinstance(asked, str) else asked if key == "inputs" else ():
@@ -381,7 +388,7 @@ def _require_fields(
 def _numbers(name: str, column: Any, options: Options, fields: Collection[str]) -> Tensor:
     """Return a column as a tensor of numbers (N, ...).
 
-    column: an array, a tensor, lists, or a column of pandas or Arrow, whose lists are filled up to
+    column: an array, a tensor, lists, or a column of pandas or Arrow, whose lists are padded to
     their public length. fields: names of all columns that are read.
     """
     if isinstance(column, Tensor):
@@ -394,8 +401,8 @@ def _numbers(name: str, column: Any, options: Options, fields: Collection[str]) 
         column = as_numbers(name, column, options)
     if column.is_floating_point() and not bool(torch.isfinite(column).all()):
         options.refuse(
-            f"field {name!r} must hold finite numbers, got NaN or Inf in some records",
-            "fill or drop them first (and say what is missing in a field of its own)",
+            f"field {name!r} must have finite numbers, got NaN or Inf in some records",
+            "fill or drop them first (and mark missing values in a separate field)",
         )
     return column.detach()
 
@@ -403,15 +410,15 @@ def _numbers(name: str, column: Any, options: Options, fields: Collection[str]) 
 def as_numbers(name: str, values: Any, options: Options) -> Tensor:
     """Return an array or lists as a tensor, floats of more than 32 bits as float32."""
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
-        options.refuse(f"field {name!r} must hold no masked numbers", "fill or drop them first")
+        options.refuse(f"field {name!r} must not have masked numbers", "fill or drop them first")
     try:
         array = np.asarray(values)
-    except ValueError:  # of ragged lists, whose values numpy would print
+    except ValueError:  # ragged lists: numpy would print their values
         array = np.empty(0, dtype=object)
     if array.dtype.kind not in "biuf":
         kind = {"O": "object", "U": "text", "S": "bytes"}.get(array.dtype.kind, array.dtype)
         options.refuse(
-            f"field {name!r} must hold numbers of one shape, got dtype {kind}",
+            f"field {name!r} must have numbers of one shape, got dtype {kind}",
             "encode it as numbers first, and ragged records with pad_to=LENGTH",
         )
     if array.dtype.kind == "f" and array.dtype.itemsize > 4:
@@ -424,9 +431,9 @@ def as_numbers(name: str, values: Any, options: Options) -> Tensor:
 
 
 def _arrow_of_pandas(name: str, column: Any, options: Options) -> pa.ChunkedArray:
-    with suppress(pa.ArrowException, TypeError, ValueError):  # whose text has the value
+    with suppress(pa.ArrowException, TypeError, ValueError):  # their text quotes a value
         return pa.table({name: column})[0]
-    options.refuse(f"column {name!r} must hold values of one type, got several", "convert them")
+    options.refuse(f"column {name!r} must have values of one type, got several", "convert them")
 
 
 def _array_of_arrow(
@@ -439,9 +446,9 @@ def _array_of_arrow(
         if name == options.target:
             then = "number its classes from 0, such as frame[name].astype('category').cat.codes"
         if pa.types.is_binary(column.type) or pa.types.is_struct(column.type):
-            then = "decode pictures into an array, or train on the file by a recipe (dpdist init)"
+            then = "decode images into an array, or train on the file by a recipe (dpdist init)"
         options.refuse(
-            f"column {name!r} must hold numbers or lists of numbers, got {column.type}", then
+            f"column {name!r} must have numbers or lists of numbers, got {column.type}", then
         )
     if column.null_count or (is_list(column.type) and pc.list_flatten(column).null_count):
         options.refuse(
@@ -457,7 +464,7 @@ def _array_of_arrow(
         return np.array(found.to_numpy()).reshape(len(column), -1)
     fill = options.padding_of(name, pa.types.is_integer(kind), fields)
     padded = pc.list_slice(column, 0, size, return_fixed_size_list=True).combine_chunks().flatten()
-    if fill == IGNORED:  # which an uint8 does not hold
+    if fill == IGNORED:  # does not fit into uint8
         padded = padded.cast(pa.int64())
     filled = padded.fill_null(pa.scalar(fill).cast(padded.type))
     return np.array(filled.to_numpy(zero_copy_only=False)).reshape(len(column), size)
@@ -466,39 +473,37 @@ def _array_of_arrow(
 def _refuse_ragged(name: str, options: Options) -> NoReturn:
     options.refuse(
         f"records of field {name!r} must have one shape, got several",
-        "give a public length with pad_to=LENGTH: shorter ones are filled up, longer ones cut",
+        "give a public length with pad_to=LENGTH: shorter ones are padded, longer ones cut",
     )
 
 
 def _arranged(named: dict[str, Tensor], options: Options) -> tuple[dict[str, Tensor], Any]:
     """Return columns of numbers as one matrix of features, and the form of a batch.
 
-    One column that is the only input, or has several numbers a record, stays as it is.
+    A column stays as it is if it is the only input or has several numbers per record.
     """
     arrays = {name: column for name, column in named.items() if name != options.target}
     answers = {} if options.target is None else {TARGETS: named[options.target]}
     if not arrays:
-        options.refuse("must have a column of inputs beside target and unit, got none", "add one")
+        options.refuse("must have a column besides target and unit, got none", "add one")
     first = next(iter(arrays.values()))
     if len(arrays) == 1 and (options.single or first.dim() > 1):
         return {INPUTS: first, **answers}, None
     if any(column.dim() != 1 for column in arrays.values()):
         return named, dict
     _check_features(arrays, answers.get(TARGETS), options)
-    columns = [column.float() for column in arrays.values()]
-    if len({*map(len, columns)}) > 1:
-        options.refuse("columns must have one length, got several", "give one value a record")
-    return {INPUTS: torch.stack(columns, 1), **answers}, None
+    features = torch.stack([column.float() for column in arrays.values()], 1)
+    return {INPUTS: features, **answers}, None
 
 
 def _check_features(arrays: Mapping[str, Tensor], answers: Any, options: Options) -> None:
-    """Refuse the answer among the features; warn of a column that may say whose a record is."""
+    """Raise UserError if a feature is the target; warn of a column that may identify a person."""
     for name, array in arrays.items():
         flat = answers is not None and answers.dim() == 1
         if flat and tells_answer(array.numpy(), answers.numpy()):
             options.refuse(
-                f"inputs must not hold the answer, got {name!r}, which is {options.target!r} but "
-                "for the names of its values",
+                f"inputs must not include the answer, got {name!r}, which is {options.target!r} "
+                "with other names for its values",
                 "leave it out with inputs=[...]",
             )
         if options.inputs or options.unit is not None or not is_identifier_name(name):
@@ -528,13 +533,14 @@ def _checked_units(units: Any, count: int, options: Options) -> list[Hashable] |
             "give one for each",
         )
     if any(map(names_nobody, found)):
-        options.refuse("unit must be known for every record, got empty ones", "drop or fill them")
+        options.refuse("unit must be given for every record, got empty ones", "drop or fill them")
     return found
 
 
 def _of_ray(data: Any, options: Options) -> Records:
-    """Materialize a Ray Data set once. Its rows are put in the order of a hash of each row's own
-    values, because blocks may come in another order when the same command goes on.
+    """Return the records of a Ray Data set, read once and sorted by a hash of each row's values.
+
+    Blocks may arrive in a different order when the same command resumes.
     """
     import ray
 
@@ -543,7 +549,7 @@ def _of_ray(data: Any, options: Options) -> Records:
     blocks = ray.get(data.materialize().to_arrow_refs())
     filled = [block for block in blocks if block.num_rows]
     if not filled:
-        options.refuse("must hold one record at least, got none", "look where it comes from")
+        options.refuse("must have at least one record, got none", "check the source")
     table = pa.concat_tables(filled)
     records = _adapted(table, options)
     every = [*fields_of(records.batch(slice(None))).values(), records.targets(slice(None))]
@@ -557,11 +563,11 @@ def _of_ray(data: Any, options: Options) -> Records:
     return _adapted(table.take(sorted(range(len(digests)), key=digests.__getitem__)), options)
 
 
-# --- checks of numbers and targets --------------------------------------------------------------
+# --- checks of numbers ------------ --------------------------------------------------------------
 
 
 def _check_dense(name: str, column: Tensor, options: Options) -> None:
-    """Refuse a tensor whose numbers are not all there, each in a place of its own."""
+    """Raise UserError for a sparse, nested, quantized, 8-bit float or meta tensor."""
     eighth = column.is_floating_point() and column.element_size() == 1
     strided = column.layout is torch.strided and not (column.is_nested or column.is_quantized)
     if eighth or not strided or column.is_meta:
@@ -572,80 +578,19 @@ def _check_dense(name: str, column: Tensor, options: Options) -> None:
 
 
 def _long(target: Tensor) -> Tensor:
-    """Return targets as int64 where they are whole numbers."""
+    """Return integer targets as int64, and others as they are."""
     return target if target.is_floating_point() else target.long()
-
-
-def check_targets(records: Records, loss: str, outputs: int) -> None:
-    """Raise UserError for records that a named loss cannot learn: without targets, with floats for
-    classes, or with classes without an output, whose value torch would tell in its error."""
-    if not records.has_targets:
-        Options(records.name).refuse(
-            f"must have targets for the loss {loss}, got inputs alone",
-            "give (X, y), name the field with as_records(..., target=...), or a loss of your own",
-        )
-    if loss == "cross-entropy":
-        if records.examples(1)[1].is_floating_point():
-            Options(records.name).refuse(
-                "targets must be whole numbers for the loss cross-entropy, got floats",
-                "number the classes from 0 (y.long(), or y.argmax(1) of one-hot rows)",
-            )
-        check_classes(records, outputs)
-
-
-def check_labels(target: Tensor, options: Options) -> None:
-    """Raise UserError for whole-number targets outside 0..classes-1. Below 0 are places without a
-    target, where a record has many.
-    """
-    if options.classes is None or target.is_floating_point() or not target.numel():
-        return
-    low = 0 if target.dim() == 1 else int(np.iinfo(np.int64).min)
-    if int(target.max()) >= options.classes or int(target.min()) < low:
-        options.refuse(
-            f"targets must be 0 to {options.classes - 1} ({options.classes} classes), got others",
-            "number the classes from 0, or say how many there are",
-        )
-
-
-def check_one_class_each(records: Records, classes: int | None = None) -> None:
-    """Raise UserError for records that have not one class each, by which they could be sampled.
-
-    classes: all targets are below it; None: no target is looked at.
-    """
-    targets = records.examples(2)[1]
-    if not records.has_targets or targets.is_floating_point() or targets.dim() != 1:
-        raise UserError(
-            "class_sampling: must be left out where records have not one class each as their "
-            "target, (B,)"
-        )
-    if classes is not None:
-        check_classes(records, classes)
-
-
-def check_classes(records: Records, classes: int) -> None:
-    """Raise UserError for a target outside 0..classes-1, whose value torch's own error would tell.
-
-    Items were read once when they were checked, and are not read again.
-    """
-    options = Options(records.name, classes=classes)
-    if isinstance(records, ItemRecords):
-        for extreme in records.extremes:
-            check_labels(extreme, options)
-        return
-    for start in range(0, len(records), _AT_ONCE):
-        rows = np.arange(start, min(start + _AT_ONCE, len(records)))
-        check_labels(records.targets(rows), options)
 
 
 # --- items ------------------------------------------------------------------------------------
 
 
 class ItemRecords(Records):
-    """Records of a map-style data set, asked item by item under seeds of each record's own.
+    """Records of a map-style data set, read item by item with seeds for each record.
 
-    source: has `__len__` and `__getitem__`. collate: called with a list of one item; None where
-    items are taken as they are. Between steps an item is read with a fixed key; `for_step` gives
-    each step its draw.
+    source: has `__len__` and `__getitem__`. collate: called with a list of one item, or None.
+    plain: the source without random transforms. Outside of steps, items are read with a fixed key;
+    `for_step` returns the augmentations of a step.
     """
 
     def __init__(
@@ -654,17 +599,16 @@ class ItemRecords(Records):
         options: Options,
         *,
         collate: Callable[[list[Any]], Any] | None = None,
-        plain: Any = None,
+        plain: Any,
         replaced: Sequence[str] = (),
     ) -> None:
         self.name, self.replaced = options.name, replaced
         self.assumed = (_ONE_RECORD.format(self.name),)
         self._source, self._options, self._collate = source, options, collate
-        self._plain = source if plain is None else plain
-        self._key = _CHECK_KEY
+        self._plain, self._key = plain, _CHECK_KEY
         self._generators = self._find_generators()
         self._last: tuple[bytes, Any, Tensor] | None = None
-        self.extremes: tuple[Tensor, ...] = ()  # targets (1, ...) with the least and largest class
+        self._extremes: tuple[Tensor, ...] = ()  # least and largest integer targets, (1, ...) each
         self._count = _length(source, options)
         self._spec: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         with kept_generators(self._generators):
@@ -677,8 +621,11 @@ class ItemRecords(Records):
     def for_step(self, key: bytes) -> Records:
         records = copy.copy(self)
         records._key, records._last = key, None
-        records._generators = self._find_generators()  # code may make them when it is first used
+        records._generators = self._find_generators()  # code may make them on first use
         return records
+
+    def _checked_targets(self) -> Iterator[Tensor]:
+        yield from self._extremes
 
     def _find_generators(self) -> list[Any]:
         told = self._options.before_transform
@@ -707,14 +654,14 @@ class ItemRecords(Records):
         told = (options.inputs, options.target, options.classes, lengths, fills)
         then = "ask the data set for that record yourself to see why"
         if options.before_transform is None and self._plain is not self._source:
-            then = "read without its transform, for the fingerprint: give before_transform="
+            then = "it is read without its transform for the fingerprint: give before_transform="
         items = (self._item(read, index, _CHECK_KEY, then) for index in range(len(self)))
         try:
             with kept_generators(self._generators):
                 return fingerprint_of(key, self, chain((told,), items))
         except TypeError as error:
             options.refuse(
-                f"items must be numbers, arrays, pictures or text for a fingerprint, got {error}",
+                f"items must be numbers, arrays, images or text for a fingerprint, got {error}",
                 "give before_transform=, a function from a position to such values",
             )
 
@@ -730,7 +677,7 @@ class ItemRecords(Records):
             named = {name: named[name] for name in names}
             found = {*macs}
             for item in (named, stored_input(self._source, index, files=hidden)):
-                with suppress(TypeError):  # an item of another kind: its tensors alone are compared
+                with suppress(TypeError):  # an unknown type: only its tensors are compared
                     found |= set() if item is None else digests_of_input(key, item)
             yield tuple(found)
 
@@ -744,21 +691,19 @@ class ItemRecords(Records):
         key: bytes,
         then: str = "ask the data set for that record yourself to see why",
     ) -> Any:
-        """Ask for one item under its seeds. What its code raises may hold values: only the type is
-        told.
+        """Return one item, read with its seeds.
+
+        An error names only the type of what its code raised, whose text may quote a value.
         """
         try:
             seed_generators(seed_of(key, index), self._generators)
             return read(index)
         except Exception as error:
             kind = type(error).__name__
-        self._options.refuse(
-            f"record {index} must be readable, but its code raised {kind}",
-            then,
-        )
+        self._options.refuse(f"record {index} must be readable, but its code raised {kind}", then)
 
     def _fields(self, index: int) -> tuple[dict[str, Tensor], Any]:
-        """Return one record's tensors by field, and the shape of a batch: dict, tuple or None."""
+        """Return one record's tensors by field, and the form of a batch: dict, tuple or None."""
         options = self._options
         item = self._item(self._source.__getitem__, index, self._key)
         if self._collate is not None:
@@ -794,7 +739,7 @@ class ItemRecords(Records):
             options.refuse(
                 f"field {name!r} must be a tensor, an array or a number, got a "
                 f"{type(value).__name__}",
-                "convert it in the data set (a picture with torchvision's ToTensor)",
+                "convert it in the data set (an image with torchvision's ToTensor)",
             )
         if self._collate is not None:
             if tensor.dim() == 0 or len(tensor) != 1:
@@ -809,7 +754,7 @@ class ItemRecords(Records):
             return tensor
         whole = not tensor.is_floating_point() and tensor.dtype != torch.bool
         fill = options.padding_of(name, whole, fields)
-        if fill == IGNORED:  # which an uint8 does not hold
+        if fill == IGNORED:  # does not fit into uint8
             tensor = tensor.long()
         padded = tensor.new_full((size, *tensor.shape[1:]), fill)
         kept = min(size, len(tensor))
@@ -828,19 +773,22 @@ class ItemRecords(Records):
         return (tuple(rest) if shape is tuple else rest[0]), wanted
 
     def _check(self) -> list[Hashable] | None:
-        """Look at every record once: fields, types, shapes, labels and units."""
+        """Check fields, types, shapes and labels of every record once; return the units."""
         options, units = self._options, []
         for index in range(self._count):
             named, shape = self._fields(index)
             own = {n: (t.dtype, tuple(t.shape)) for n, t in named.items()}
             if not index:
                 self._spec = own
-                self.has_targets = self._split(named, shape)[1] is not None
             self._compare(own)
-            wanted = self._split(named, shape)[1]
-            if wanted is not None:
-                check_labels(wanted.unsqueeze(0), options)
-                self._widen(wanted)
+            target = self._split(named, shape)[1]
+            self.has_targets = target is not None
+            if target is not None:
+                row = target.unsqueeze(0)
+                check_labels(row, options.classes, options.name)
+                if not row.is_floating_point() and row.numel():
+                    least, most = self._extremes or (row, row)
+                    self._extremes = torch.minimum(least, row), torch.maximum(most, row)
             if isinstance(options.unit, str):
                 item = self._item(self._plain.__getitem__, index, _CHECK_KEY)
                 named = _fields_of_item(item)[0]
@@ -849,19 +797,8 @@ class ItemRecords(Records):
         given = units if isinstance(options.unit, str) else options.unit
         return _checked_units(given, self._count, options)
 
-    def _widen(self, wanted: Tensor) -> None:
-        """Remember a record's target where it is the least or the largest so far."""
-        if wanted.is_floating_point() or not wanted.numel():
-            return
-        least, most = self.extremes or (wanted.unsqueeze(0), wanted.unsqueeze(0))
-        if wanted.min() < least.min():
-            least = wanted.unsqueeze(0)
-        if wanted.max() > most.max():
-            most = wanted.unsqueeze(0)
-        self.extremes = least, most
-
     def _compare(self, own: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-        """Raise UserError for a record of other fields, types or shapes than the first one."""
+        """Raise UserError if fields, types or shapes differ from those of the first record."""
         if own == self._spec:
             return
         for name, (_, shape) in own.items():
@@ -872,9 +809,7 @@ class ItemRecords(Records):
         )
 
     def _read(self, indices: np.ndarray | slice) -> tuple[Any, Tensor]:
-        """Return inputs and targets of one draw; those of the last call are kept, since both are
-        asked for.
-        """
+        """Return inputs and targets; those of the last call are kept, since both are needed."""
         chosen = _positions(indices, self._count).numpy()
         mark = chosen.tobytes()
         if self._last is None or self._last[0] != mark:
@@ -895,19 +830,18 @@ class ItemRecords(Records):
             rows.append(row)
             targets.append(torch.zeros((), dtype=torch.int64) if target is None else target)
         found = torch.stack(targets)
-        check_labels(found, options)
+        check_labels(found, options.classes, options.name)
         return stack_fields(rows), found
 
 
 def _length(source: Any, options: Options) -> int:
-    """Return a data set's length. Raises UserError without one, or without items by position."""
+    """Return a data set's length. Raises UserError if it has no length or no items by position."""
     kind = type(source).__name__
     iterable = isinstance(source, torch_data.IterableDataset) or kind.startswith("Iterable")
     if iterable or not hasattr(source, "__getitem__"):
         options.refuse(
             f"must have a length and records by position, got a {kind}",
-            "which record joins a step is drawn by position: collect the records in a list or in "
-            "arrays first",
+            "the records of a step are sampled by position: collect them in a list or in arrays",
         )
     try:
         count = len(source)
@@ -917,12 +851,12 @@ def _length(source: Any, options: Options) -> int:
             "the sampling rate is computed from it: define __len__",
         )
     if count < 1:
-        options.refuse("must hold one record at least, got none", "look where it comes from")
+        options.refuse("must have at least one record, got none", "check the source")
     return count
 
 
 def _fields_of_item(item: Any) -> tuple[dict[str, Any], Any]:
-    """Return an item's fields by name, and the form of a batch of them: dict, tuple or None."""
+    """Return an item's fields by name, and the form of a batch: dict, tuple or None."""
     if isinstance(item, Mapping):
         return dict(item), dict
     if isinstance(item, tuple | list) and len(item) > 1:
@@ -949,12 +883,16 @@ _UNCHANGED = {
 
 
 def without_transforms(source: Any) -> Any:
-    """Return a copy of a data set whose `transform`, `target_transform` and `transforms`, as
-    torchvision names them, change nothing; of a part or of several, with those of the wholes."""
+    """Return a copy of a data set without transforms, or the data set itself if it has none.
+
+    They are `transform`, `target_transform` and `transforms`, as in torchvision, also those of the
+    data sets inside a `Subset` or `ConcatDataset`.
+    """
     changes: dict[str, Any] = {
-        name: unchanged for name, unchanged in _UNCHANGED.items()
+        name: unchanged
+        for name, unchanged in _UNCHANGED.items()
         if getattr(source, name, None) is not None
-    }  # fmt: skip
+    }
     inner, parts = getattr(source, "dataset", None), getattr(source, "datasets", None)
     if inner is not None and (plain := without_transforms(inner)) is not inner:
         changes["dataset"] = plain
@@ -968,7 +906,7 @@ def without_transforms(source: Any) -> Any:
     try:
         for name, value in changes.items():
             setattr(copied, name, value)
-    except AttributeError:  # a property: the data set keeps its own way
+    except AttributeError:  # a property that cannot be set
         return source
     return copied
 
@@ -988,22 +926,33 @@ def _of_hugging_face(data: Any, options: Options) -> Records:
 # --- loaders ----------------------------------------------------------------------------------
 
 
-_ORDERS = (torch_data.RandomSampler, torch_data.SequentialSampler)
-_DRAWN = "a record joins each step with the plan's rate, drawn under the run key"
+_ORDERS = (
+    torch_data.RandomSampler,
+    torch_data.SequentialSampler,
+    torch_data.DistributedSampler,
+)
+_DRAWN = "each step samples every record with the plan's rate, by the run key"
 
 
 def _of_loader(loader: torch_data.DataLoader[Any], options: Options) -> Records:
-    """Take a loader's data set and collate function; refuse what cannot be replaced honestly."""
+    """Return the records of a loader's data set and collate function.
+
+    Raises UserError if its sampler, batch sampler or drop_last cannot be replaced.
+    """
     source: Any = loader.dataset
     if isinstance(source, torch_data.IterableDataset):
         _length(source, options)
-    batches, sampler = loader.batch_sampler, loader.sampler
-    known = (torch_data.BatchSampler, type(None)), (*_ORDERS, torch_data.DistributedSampler)
-    own = [type(each).__name__ for each, kinds in zip((batches, sampler), known, strict=True)
-           if type(each) not in kinds] + ["drop_last=True"] * loader.drop_last  # fmt: skip
-    if own:
+    sampler = loader.sampler
+    custom = []
+    if type(loader.batch_sampler) not in (torch_data.BatchSampler, type(None)):
+        custom.append(type(loader.batch_sampler).__name__)
+    if type(sampler) not in _ORDERS:
+        custom.append(type(sampler).__name__)
+    if loader.drop_last:
+        custom.append("drop_last=True")
+    if custom:
         options.refuse(
-            f"the DataLoader must not choose, weight or drop records itself, got {own[0]}",
+            f"the DataLoader must not choose, weight or drop records itself, got {custom[0]}",
             f"{_DRAWN}: pass the data set itself, a part of it by torch.utils.data.Subset, and put "
             "weights into the loss",
             see="how-to/python-data.md#data-in-python",
@@ -1023,7 +972,7 @@ def _of_loader(loader: torch_data.DataLoader[Any], options: Options) -> Records:
 
 
 def rows_of(batch: Any) -> int:
-    """Return how many records a batch holds."""
+    """Return the number of records of a batch."""
     return len(next(iter(fields_of(batch).values())))
 
 
@@ -1043,7 +992,7 @@ def _positions(indices: np.ndarray | slice, count: int) -> Tensor:
 
 
 def _ranges(options: Options) -> dict[str, int | tuple[float, float]]:
-    """Return public ranges by field, with that of the targets."""
+    """Return the public ranges by field, including that of the targets."""
     found = dict(options.ranges)
     if options.classes is not None:
         found.setdefault(options.target or TARGETS, options.classes)

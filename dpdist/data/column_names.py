@@ -1,8 +1,8 @@
-"""Say by its name, and by its values, what a column of a table is: no input, whoever it names.
+"""Recognize labels, identifiers and answers among the columns of a table.
 
-Names of columns become public in recipes, cards and messages, so names that look like values are
-refused. The answer by another name would be read by the model. A column that names persons, and
-repeats, is whom the guarantee should protect.
+Names of columns become public in recipes, cards and messages, so names that look like values raise
+an error. A column that repeats the answer must not be an input. A column that names persons, and
+repeats, is the unit that the guarantee should protect.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 from dpdist.core.files import data_error
 
 NAMED_BY_VALUES = (
-    "must have a line of names, got what looks like values as the names of columns (column {}), "
-    "which become public; write a first line of names"
+    "must have a first line of names, got what looks like values (column {}): names become public; "
+    "write a first line of names"
 )
 _MOST_IN_NAME = 80  # characters
-_LEAST_NUMBERED = 4  # columns that are named by numbers in equal steps
+_LEAST_NUMBERED = 4  # columns whose names are numbers in equal steps
 _VALUES = re.compile(r"\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}([ T].*)?|\S+@\S+\.\S+")
 
 
@@ -35,16 +35,13 @@ _COMPARED_FIRST = 1000
 
 
 def is_label_name(name: str, names: Sequence[str]) -> bool:
-    """Return whether a column is a label by its name; y beside x is a coordinate."""
+    """Return whether a column is a label by its name; y next to x is a coordinate."""
     lower = name.lower()
     return lower in LABELS and not (lower == "y" and "x" in map(str.lower, names))
 
 
 def is_identifier_name(name: str) -> bool:
-    """Return whether a column names records, or whom they belong to, by its name.
-
-    The index that pandas writes has no name, or one of its own.
-    """
+    """Return whether a column identifies records or users by its name, or is pandas's index."""
     if _INDEX.fullmatch(name):
         return True
     words = re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
@@ -52,15 +49,15 @@ def is_identifier_name(name: str) -> bool:
 
 
 def repeats_words(name: str, rows: int, values: int) -> str:
-    """Return what is told of a column that names whom records belong to, and repeats."""
+    """Return the warning about a column of identifiers that repeats."""
     return f"{name} repeats: {rows:,} rows of {values:,} values: a person?"
 
 
 def tells_answer(column: np.ndarray, answer: np.ndarray) -> bool:
-    """Return whether a column is the answer but for the names of its values.
+    """Return whether a column is the answer with other names for its values.
 
-    Both have one value per record, (N,). Columns of fewer than 20 records, of one value, and of
-    values that hardly repeat, are not.
+    Both have one value per record, (N,). Columns with fewer than 20 records, with one value, or
+    with values that hardly repeat, are not.
     """
     if len(column) < _LEAST_COMPARED:
         return False
@@ -77,13 +74,13 @@ def tells_answer(column: np.ndarray, answer: np.ndarray) -> bool:
 def check_names(names: Sequence[str], file: object) -> None:
     """Raise UserError for names of columns that look like values.
 
-    Such names are the first record's values, if a file has no line of names. Numbers, dates,
-    addresses and long texts look like values. Four or more numbers in equal steps, such as 0, 1, 2,
-    3, are names.
+    In a file without a line of names they are the first record's values. Numbers, dates, addresses
+    and long texts look like values; four or more numbers in equal steps, such as 0, 1, 2, 3, do
+    not.
 
     Args:
         names: of all columns, in order.
-        file: of the columns, for the message, which holds no name.
+        file: name of the file for the message, which shows no name of a column.
     """
     numbers = {}
     for place, name in enumerate(names):

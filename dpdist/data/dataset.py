@@ -1,8 +1,7 @@
-"""One split of a data set: memory-mapped inputs and labels, and records shared with another split.
+"""One split of a data set: memory-mapped inputs and labels, and records in common with a second.
 
-Sets are compared record by record, by their inputs alone: neither order nor label matters. Inputs
-of different shapes cannot be compared, which is reported and never taken for a proof that nothing
-is shared.
+Splits are compared record by record, only by inputs: order and labels do not matter. Inputs of
+different shapes cannot be compared, which is reported: it does not prove that nothing is shared.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ import numpy as np
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_json
 from dpdist.core.optional_imports import array_to_tensor
-from dpdist.data.overlap import count_common
-from dpdist.data.protocol import Records, UserRecords, Users, fingerprint_of
+from dpdist.data.protocol import Records, UserRecords, Users, count_common, fingerprint_of
 from dpdist.data.record_hashes import (
     hash_positions,
     stored_hashes,
@@ -37,18 +35,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dataset(Records):
-    """A split stored as inputs.npy, labels.npy and meta.json in `folder`, or a part of its records;
-    only the path is pickled.
+    """A split in `folder` (inputs.npy, labels.npy and meta.json), or a part of its records.
 
-    name: "mnist/train". inputs: (N, C, H, W) uint8 images, or float32 of any one shape. labels:
-    (N,) int64 in 0..classes-1. stored_fingerprint: hex digest of all records in the folder, in
-    order. limit: use the first records only; hash_range: of these, the records whose position by
-    hash lies in [low, high); excluded_folder: leave out the records whose inputs are stored in that
-    folder; selection_bits: of what is left, by place, in packed bits. largest_user: most records
-    of one user, when a user column is named. text_encoding: how texts became inputs.
+    Only the path is pickled. name: such as "mnist/train". inputs: (N, C, H, W) uint8 images, or
+    float32 of any one shape. labels: (N,) int64 in 0..classes-1. stored_fingerprint: hex digest of
+    all records in the folder, in order. limit: use only the first records; hash_range: of these,
+    use records whose position by hash is in [low, high); excluded_folder: leave out records whose
+    inputs are in that folder; selection_bits: packed mask of the rest. largest_user: most records
+    of a user, if there is a user column. text_encoding: how texts became inputs.
     predicts_next_token: the targets of a record are its own next tokens, not its label.
     target_kind: "class"; or "number" and "labels", whose labels are float32 (N, classes). by_user:
-    `hash_range` is about the hash of a record's user, so that a user lies whole in one part.
+    `hash_range` applies to the hash of a record's user, so that all records of a user are in one
+    part.
     """
 
     folder: Path
@@ -67,7 +65,7 @@ class Dataset(Records):
 
     @staticmethod
     def open(folder: Path) -> Dataset:
-        """Return the split that a folder of the cache holds."""
+        """Return the split of a folder of the cache."""
         meta = read_json(folder / "meta.json", {"name": str, "classes": int, "fingerprint": str})
         return Dataset(
             folder,
@@ -81,8 +79,10 @@ class Dataset(Records):
         )
 
     def first(self, limit: int | None) -> Dataset:
-        """The first `limit` records (None: all), for public records only: removing one of them
-        lets another one in."""
+        """Return the first `limit` records (None: all), for public records only.
+
+        Removing one of them would let a different one in.
+        """
         if limit is None or limit >= len(self):
             return self
         if self._row_indices is not None:
@@ -90,33 +90,36 @@ class Dataset(Records):
         return replace(self, limit=limit)
 
     def select_by_hash(self, low: float, high: float) -> Dataset:
-        """The records whose position lies in [low, high), 0 <= low < high <= 1: about that share.
+        """Return the records whose position is in [low, high), 0 <= low < high <= 1.
 
-        A record's position is a hash of itself alone: adding or removing one record moves no
-        other one between parts, and equal inputs (of texts: equal ones) lie in the same part. With
-        `by_user` it is a hash of its user alone.
+        A record's position is a hash of its input (of the whole text; with `by_user`, of its user):
+        adding or removing a record moves no other one, and equal inputs are in the same part.
         """
         if self.hash_range is not None:
             raise ValueError("a part of a part is not defined")
         return self if (low, high) == (0.0, 1.0) else replace(self, hash_range=(low, high))
 
     def without_records_of(self, other: Dataset) -> Dataset:
-        """The records whose inputs are not among those of `other`, a whole public split: whether a
-        record stays depends on that split and on the record alone."""
+        """Return the records whose inputs are not among those of `other`, a whole public split.
+
+        Whether a record stays depends only on that split and on the record.
+        """
         if other.limit is not None or other._row_indices is not None:
             raise ValueError("only a whole split can be left out")
         return replace(self, excluded_folder=other.folder)
 
     def select(self, mask: np.ndarray) -> Dataset:
-        """The records where `mask` (N,) is true."""
+        """Return the records where `mask` (N,) is true."""
         if self.selection_bits is not None or len(mask) != len(self):
             raise ValueError("one bit for each record of a part that was not chosen so")
         return replace(self, selection_bits=np.packbits(mask).tobytes())
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest of these records, in order, and of nothing else: that of a public part says
-        nothing about the private records stored beside them."""
+        """Return a hex digest of only these records, in order.
+
+        So the fingerprint of a public part does not depend on private records in the same folder.
+        """
         if self._row_indices is None and self.limit is None:
             return self.stored_fingerprint
         digest = hashlib.blake2b(digest_size=16, person=b"dpdist.data")
@@ -134,7 +137,7 @@ class Dataset(Records):
 
     @cached_property
     def _row_indices(self) -> np.ndarray | None:
-        """Positions of this part's records among those stored; None for all of them."""
+        """Return the positions of this part's records in the folder; None for all."""
         if self.hash_range is None and self.excluded_folder is None and self.selection_bits is None:
             return None
         hashes = stored_hashes(self.folder)[: self.limit]
@@ -153,7 +156,7 @@ class Dataset(Records):
 
     @property
     def inputs(self) -> np.ndarray:
-        """The inputs as stored; a copy for a part by hash."""
+        """Return the inputs as stored; a copy for a part by hash."""
         return (
             self._stored_inputs
             if self._row_indices is None
@@ -162,7 +165,7 @@ class Dataset(Records):
 
     @property
     def hashes(self) -> np.ndarray:
-        """What each record is recognized by (`dpdist.data.record_hashes`): (N,) of 16 bytes."""
+        """Return the hashes of the records, (N,) of 16 bytes (`dpdist.data.record_hashes`)."""
         hashes = stored_hashes(self.folder)[: self.limit]
         return hashes if self._row_indices is None else hashes[self._row_indices]
 
@@ -170,19 +173,19 @@ class Dataset(Records):
     def _stored_users(self) -> np.ndarray:
         hashes = stored_user_hashes(self.folder)
         if hashes is None:
-            raise UserError(f"{self.name}: no column says whom a record belongs to")
+            raise UserError(f"{self.name}: has no user column; name it in data.columns.user")
         return hashes[: self.limit]
 
     @property
     def names_users(self) -> bool:
-        """Whether a column says whom each record belongs to."""
+        """Return whether there is a user column."""
         return stored_user_hashes(self.folder) is not None
 
     @property
     def user_hashes(self) -> np.ndarray:
-        """Hashes of whom each record belongs to: (N,) of 16 bytes.
+        """Return the hashes of the records' users, (N,) of 16 bytes.
 
-        Raises UserError where no column says it.
+        Raises UserError without a user column.
         """
         hashes = self._stored_users
         return hashes if self._row_indices is None else hashes[self._row_indices]
@@ -209,14 +212,16 @@ class Dataset(Records):
         return tuple(self._stored_inputs.shape[1:])
 
     def batch(self, indices: np.ndarray | slice) -> Tensor:
-        """Inputs as float32 (B, *input_shape); images are divided by 255 into [0, 1]."""
+        """Return inputs, float32 (B, *input_shape); bytes of images are divided by 255."""
         chosen = indices if self._row_indices is None else self._row_indices[indices]
         seen = to_model_inputs(np.ascontiguousarray(self._stored_inputs[chosen]))
         return array_to_tensor(seen)
 
     def targets(self, indices: np.ndarray | slice) -> Tensor:
-        """Return the targets, int64: labels (B,), or the tokens that follow (B, T), below
-        0 where none does; of targets that are no classes, float32 (B, classes)."""
+        """Return labels, int64 (B,); next tokens, int64 (B, T); or numbers, float32 (B, classes).
+
+        A next token is negative after the end of a document.
+        """
         import torch
 
         if self.predicts_next_token:
@@ -226,10 +231,10 @@ class Dataset(Records):
 
 @dataclass(frozen=True)
 class UserDataset(Dataset):
-    """Records whose users are the positions of a step: len, batch and targets are of users.
+    """A split by user: `len`, `batch` and `targets` are of users, not of records.
 
-    inputs, labels and hashes are the records' own. max_records: most records of a user that count
-    in one step.
+    inputs, labels and hashes are of records. max_records: most records of a user that count in one
+    step.
     """
 
     max_records: int = field(kw_only=True)
@@ -238,14 +243,14 @@ class UserDataset(Dataset):
     def from_records(cls, records: Dataset, max_records: int) -> UserDataset:
         """Return the records by user.
 
-        Raises UserError where a record's user is not known, or is no whole number or text.
+        Raises UserError if a record's user is missing, or is not an integer or text.
         """
         own = {part.name: getattr(records, part.name) for part in fields(Dataset)}
         if unknown := int((records.user_hashes == b"").sum()):
             raise UserError(
-                f"{records.name}: data.columns.user: must be a whole number or a text for each "
-                f"record, is none for {unknown:,} of {len(records):,}: drop these records, or give "
-                "each a user of its own"
+                f"{records.name}: data.columns.user: must be an integer or a text for each record, "
+                f"got neither for {unknown:,} of {len(records):,}; drop these records, or give "
+                "each a separate user"
             )
         return cls(**own, max_records=max_records)
 
@@ -257,12 +262,12 @@ class UserDataset(Dataset):
 
     @property
     def users(self) -> Users:
-        """Return whom the records belong to."""
+        """Return the users of the records."""
         return self._grouped.users
 
     @property
     def records(self) -> Dataset:
-        """Return the records themselves, whose positions `users` names."""
+        """Return the single records, to whose positions `users` refers."""
         found = self._grouped.records
         assert isinstance(found, Dataset)
         return found
@@ -279,7 +284,7 @@ class UserDataset(Dataset):
         return len(self.users)
 
     def members(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return positions of records, and which places are filled (`UserRecords.members`)."""
+        """Return positions and mask of the records of users (`UserRecords.members`)."""
         return self._grouped.members(indices)
 
     def batch(self, indices: np.ndarray | slice) -> Tensor:
@@ -292,7 +297,7 @@ class UserDataset(Dataset):
         return self._grouped.targets(indices)
 
     def for_step(self, key: bytes) -> UserRecords:
-        """Return the users with the records that the key draws of them."""
+        """Return the users with the records that the key samples."""
         return self._grouped.for_step(key)
 
 
@@ -301,7 +306,7 @@ class UserDataset(Dataset):
 
 @dataclass(frozen=True)
 class RecordHashes:
-    """What comparisons need of some records. hashes: of `dpdist.data.record_hashes`."""
+    """The hashes of some records, for comparisons (`dpdist.data.record_hashes`)."""
 
     input_shape: tuple[int, ...]
     hashes: np.ndarray
@@ -310,9 +315,9 @@ class RecordHashes:
 def refuse_common_records(
     private: Dataset, others: Dataset | RecordHashes, context: str, reason: str
 ) -> bool:
-    """Raise UserError when a private record is among the others; whether they could be compared.
+    """Raise UserError if a private record is among the others; return whether they are comparable.
 
-    begin and why: of the complaint: "BEGIN: 3 of the 100 private records of NAME WHY".
+    context, reason: of the message "CONTEXT: 3 of the 100 private records of NAME REASON".
     """
     if others.input_shape != private.input_shape:
         return False
@@ -323,11 +328,13 @@ def refuse_common_records(
 
 
 def check_test_split(train: Dataset, test: Dataset, context: str) -> None:
-    """Raise UserError unless the two splits can be used with one model and share no record.
+    """Raise UserError unless the two splits have inputs of one shape and share no record.
 
-    train: all records that are not declared public. Scores and certificates on the test split are
-    published, so it must not hold protected ones. Where users are protected, no user may be in
-    both; equal rows of two users are two users' records.
+    Scores and certificates on the test split are published, so it must not contain protected
+    records. If users are protected, no user may be in both; equal rows of two users are separate
+    records.
+
+    train: all records that are not declared public.
     """
     if train.input_shape != test.input_shape:
         raise UserError(
@@ -338,29 +345,27 @@ def check_test_split(train: Dataset, test: Dataset, context: str) -> None:
         refuse_common_users(train, test, context)
         return
     why = (
-        f"are in {test.name} too: scores on private records would be published; take them out of "
+        f"are also in {test.name}: scores on private records would be published; remove them from "
         f"the files, or {_how_to_leave_out(train, test)}"
     )
     refuse_common_records(train, test, context, why)
 
 
 def _how_to_leave_out(train: Dataset, test: Dataset) -> str:
-    """Return the cure for records in common, where that does not leave out much of the data."""
+    """Return the fix for records in common, which depends on their number."""
     if count_common(train, test) <= len(train) // 10:
         return "leave them out of training with data.drop_test_records: true"
     return (
-        "add a column that tells records apart: equal rows are ordinary in this table, and leaving "
+        "add a column that distinguishes records: equal rows are common in this table, and leaving "
         "out so many would change what is learned"
     )
 
 
 def refuse_common_users(private: Dataset, others: Dataset, context: str) -> None:
-    """Raise UserError where a private user has records among public ones, whose scores are
-    published, or used as if they were public.
-    """
+    """Raise UserError if a private user has records among public ones."""
     if both := np.intersect1d(private.user_hashes, others.user_hashes).size:
         raise UserError(
-            f"{context}: {both:,} users of {private.name} are in {others.name} too: scores on "
+            f"{context}: {both:,} users of {private.name} are also in {others.name}: scores on "
             "private users would be published; move all records of a user to one of the files",
             see="explanation/privacy.md#a-person-as-the-unit",
         )
@@ -369,12 +374,13 @@ def refuse_common_users(private: Dataset, others: Dataset, context: str) -> None
 def check_test_records_unseen(
     public: Dataset, test: Dataset, context: str, is_own_dataset: bool
 ) -> None:
-    """Raise UserError when a test record is among the public ones that a model learns from.
+    """Raise UserError if a test record is among the public ones that a model learns from.
 
-    is_own_dataset: whether these are the run's own data set's."""
+    is_own_dataset: whether the public records are from the run's own data set.
+    """
     if both := count_common(public, test):
         raise UserError(
             f"{context}: {both:,} of the {len(public):,} public records of {public.name} are in "
-            f"{test.name}, whose scores would then say nothing about new records; "
-            + ("set data.drop_test_records: true" if is_own_dataset else "take others")
+            f"{test.name}, whose scores would not apply to new records; "
+            + ("set data.drop_test_records: true" if is_own_dataset else "use different ones")
         )

@@ -1,4 +1,4 @@
-"""Inspect a folder of data: splits, columns, classes and sizes, found from the files.
+"""Inspect a folder of data: infer splits, columns, classes and sizes from the files.
 
 Files are read by `dpdist.data.tables`. A column of chats, two columns of prompts and answers, or a
 column of texts without a label are learned token by token.
@@ -53,24 +53,26 @@ PROMPTS = (
     ("instruction", "output"),
     ("instruction", "response"),
 )
-_OF_PROMPTS = ("input", "context", "system")  # columns that some data sets add to a prompt
+_OF_PROMPTS = ("input", "context", "system")  # columns that belong to a prompt in some data sets
 TEXTS = ("text", "sentence", "document", "review", "content", "body", "message")
-_FEW_ROWS = 100  # of fewer records, whole numbers may all differ by chance
-_MOST_CLASSES = 1000  # of a label column that was not named
+_FEW_ROWS = 100  # among fewer records, integers may all differ by chance
+_MOST_CLASSES = 1000
 
 
 @dataclass(frozen=True)
 class DiscoveredDataset:
-    """A data set in root/name. feature_columns: numeric columns, where there is no image column.
-    class_names: of the classes, by number; () where nobody says. input_shape: of one input.
-    text_column: of texts, in place of pictures and features. label_column: None where the next
-    tokens of texts or chats are learned; messages_column: of chats; answer_columns: of prompts and
-    their answers. user_column: says whom a record belongs to; users: of the training records.
-    left_out: columns that are no input, and why. repeats: columns that may name persons, with the
-    numbers of training records and of values. labels: whole numbers that are the labels, where they
-    are not 0, 1, and so on; the recipe renumbers them. unread: other files of these splits. kinds:
-    numbers, lists, truth, words or dates, by column and from its type, of features and of what is
-    left out and could be read if somebody said how."""
+    """A data set in root/name.
+
+    feature_columns: numeric columns, if there is no image column. class_names: of the classes, by
+    number, or (). input_shape: of one input. text_column: of texts, instead of images and features.
+    label_column: None if the next tokens of texts or chats are learned; messages_column: of chats;
+    answer_columns: of prompts and answers. user_column: of users; users: their number in the
+    training split. left_out: columns that are not read, and why. repeats: columns that may identify
+    persons, with the numbers of training records and of values. labels: the integers of a label
+    column that is not 0, 1, and so on; the recipe renumbers them. unread: other files of these
+    splits. kinds: numbers, lists, truth, words or dates, by column, of features and of columns that
+    preprocessing could read.
+    """
 
     root: Path
     name: str
@@ -103,14 +105,14 @@ class DiscoveredDataset:
 
 @dataclass(frozen=True)
 class ChosenColumns:
-    """Columns that a user names: the label, the features (or the text), and the user."""
+    """Columns chosen by options: the label, the features (or the text), and the user."""
 
     label: str | None = None
     features: tuple[str, ...] = ()
     user: str | None = None
 
     def check(self, names: Sequence[str], file: Path) -> None:
-        """Raise UserError for a column that is not there, or that is named twice."""
+        """Raise UserError for a missing column, or one that is named twice."""
         asked = {"--label": (self.label,), "--features": self.features, "--user": (self.user,)}
         for option, columns in asked.items():
             for column in columns:
@@ -129,9 +131,9 @@ _ANY = ChosenColumns()
 
 
 def inspect_folder(folder: Path, chosen: ChosenColumns = _ANY) -> DiscoveredDataset:
-    """Describe the data set of a folder. Raises UserError for one that cannot be trained on.
+    """Return a description of a folder's data set. Raises UserError if it cannot be trained on.
 
-    chosen: columns that the user names; the others are found out.
+    chosen: columns of the command's options; the others are inferred.
     """
     folder = folder.resolve()
     check_utf8_name(folder)
@@ -147,7 +149,7 @@ def inspect_folder(folder: Path, chosen: ChosenColumns = _ANY) -> DiscoveredData
     _check_filled(found, [*train, *test])
     if (label := found.label_column) is not None:
         if (len(found.labels) or found.classes) < 2:
-            rule = "must have two classes or more, has one; name another column with --label"
+            rule = "must have two classes or more, got one; name a different column with --label"
             raise train[0].error(rule, None, label)
         _check_test_classes(found, label, test)
     found = replace(found, unread=tuple(_unread(folder, [*files[0], *files[1]])))
@@ -156,14 +158,14 @@ def inspect_folder(folder: Path, chosen: ChosenColumns = _ANY) -> DiscoveredData
     persons, tested = (_values(each, chosen.user) for each in (train, test))
     if both := len(persons & tested):
         raise UserError(
-            f"--user: no {chosen.user} may have records in training and test files, {both:,} "
-            "have: scores on private users would be published; move each one's records to one file"
+            f"--user: no {chosen.user} may have records in both training and test files, got "
+            f"{both:,}: scores on private users would be published; move their records to one file"
         )
     return replace(found, users=len(persons))
 
 
 def _unread(folder: Path, read: Sequence[Path]) -> Iterator[str]:
-    """Yield the names of a split's other files, which are not read."""
+    """Yield the names of the splits' files that are not read."""
     for name in (*TRAIN, *TEST):
         for ending in (".parquet", *TABLES):
             if (path := folder / f"{name}{ending}").exists() and path not in read:
@@ -173,9 +175,9 @@ def _unread(folder: Path, read: Sequence[Path]) -> Iterator[str]:
 def repeating_columns(
     files: Sequence[TableFile], label: str | None
 ) -> tuple[tuple[str, int, int], ...]:
-    """Return columns that may name persons, as they repeat: name, number of records, of values.
+    """Return columns that may identify persons, as their values repeat.
 
-    files: of the training records, which are private, and so are the numbers.
+    Each is a name, the number of records and of values; these numbers are private.
     """
     rows = sum(file.num_rows for file in files)
     named = [
@@ -202,7 +204,7 @@ def _inspected(
     test: Sequence[TableFile],
     chosen: ChosenColumns,
 ) -> DiscoveredDataset:
-    """Describe the columns of a data set."""
+    """Return a description of the columns of a data set."""
     schema = files[0].schema
     counts = [sum(file.num_rows for file in each) for each in (files, test)]
     found = DiscoveredDataset(
@@ -219,14 +221,14 @@ def _inspected(
     image = image_column(schema)
     label = chosen.label or label_column(files, by_option=True)
     if pa.types.is_nested(schema.field(label).type):
-        raise UserError(f"--label: must be a column of classes, got {label}, which holds lists")
+        raise UserError(f"--label: must be a column of classes, got {label}, a column of lists")
     if not _is_class(schema.field(label).type):
         raise _no_classes("--label: must be a column of classes", schema.field(label), "")
     image = None if chosen.features else image
     features, text, left_out = _find_inputs(files, (label, image), chosen)
     if isinstance(files[0], PictureFolder):
         others = others_in(files[0].path) + others_in(test[0].path)
-        why = f"no picture in {', '.join(FORMATS)} of a class"
+        why = f"not an image ({', '.join(FORMATS)}) of a class"
         left_out += tuple((f"{count:,} x {name}", why) for name, count in sorted(others.items()))
     classes, names, labels = classes_of_column(files, label)
     shape = () if text is not None else find_input_shape(files[0], image, features)
@@ -248,7 +250,7 @@ def _inspected(
 def _kinds(
     schema: pa.Schema, features: Sequence[str], left_out: Sequence[tuple[str, str]]
 ) -> dict[str, str]:
-    """Return the kind of each feature, and of words and dates beside features, by their types."""
+    """Return the kind of each feature, and of words and dates next to features, by their types."""
     kinds = dict.fromkeys(features, "numbers")
     for name in features:
         kind = schema.field(name).type
@@ -263,9 +265,11 @@ def _kinds(
 
 
 def _check_filled(found: DiscoveredDataset, files: Sequence[TableFile]) -> None:
-    """Raise UserError for records without a value in a column that is read, or without a user,
-    since all of these would be one person's: the first one of every column, in one list."""
-    read = [found.label_column, found.text_column]  # gaps in features are filled by a rule
+    """Raise UserError for records without a label, text or user, naming the first of each column.
+
+    Records without a user would count as those of one person.
+    """
+    read = [found.label_column, found.text_column]  # preprocessing fills gaps in features
     empty = list[str]()
     for file in files:
         for column in filter(None, [*read, *(found.answer_columns or ())]):
@@ -275,7 +279,7 @@ def _check_filled(found: DiscoveredDataset, files: Sequence[TableFile]) -> None:
         if (user := found.user_column) is not None:
             for first, table in file.rows([user]):
                 if rows := rows_of_nobody(users_of(table, file, first, user)):
-                    rule = f"must name whom each record belongs to, got none; {NO_GROUP}"
+                    rule = f"must name a user for each record, got none; {NO_GROUP}"
                     empty.append(str(file.error(rule, row=first + rows[0], column=user)))
                     break
     if empty:
@@ -283,8 +287,7 @@ def _check_filled(found: DiscoveredDataset, files: Sequence[TableFile]) -> None:
 
 
 def _first_empty(column: pa.ChunkedArray) -> int:
-    """Return the first row without a value, or with a text of blanks alone; -1 where there is
-    none."""
+    """Return the first row without a value or with a blank text; -1 if there is none."""
     empty = column.is_null()
     if is_text(column.type):
         empty = pc.or_kleene(empty, pc.equal(pc.utf8_trim_whitespace(column), ""))
@@ -293,8 +296,8 @@ def _first_empty(column: pa.ChunkedArray) -> int:
 
 
 _UNSEEN = (
-    "must be a class of the training split, got another one; add records of it to the training "
-    "split, or take it out of the test split"
+    "must be a class of the training split, got a different one; add records of it to the training "
+    "split, or remove it from the test split"
 )
 
 
@@ -310,12 +313,12 @@ def _check_test_classes(found: DiscoveredDataset, label: str, test: Sequence[Tab
 
 
 def _no_classes(rule: str, field: pa.Field, how: str) -> UserError:
-    """The complaint about a column of numbers, or of another kind, as the label."""
-    got = f"{rule}, whole numbers or texts, got {field.name} of {field.type}; {how}"
+    """Return the error about a label column that is not integers or texts."""
+    got = f"{rule}, integers or texts, got {field.name} of {field.type}; {how}"
     if not pa.types.is_floating(field.type):
-        return UserError(f"{got}write it as whole numbers from 0, or texts")
+        return UserError(f"{got}write it as integers from 0, or texts")
     return UserError(
-        f"{got}where numbers are to be told, write a recipe with data.targets: number",
+        f"{got}to predict numbers, write a recipe with data.targets: number",
         see="how-to/own-data.md#numbers-labels-and-losses-of-your-own",
     )
 
@@ -323,8 +326,7 @@ def _no_classes(rule: str, field: pa.Field, how: str) -> UserError:
 def _documents_column(schema: pa.Schema, chosen: ChosenColumns) -> str | None:
     """Return the column of chats or texts whose next tokens are learned; None for other records.
 
-    A column of texts is one where no column is a label by its name, and no other is numbers that
-    are no whole ones, a list or a picture.
+    Texts qualify if no column is a label by its name, and none has floats, lists or images.
     """
     if chosen.label is not None or len(chosen.features) > 1:
         return None
@@ -345,7 +347,7 @@ def _documents_column(schema: pa.Schema, chosen: ChosenColumns) -> str | None:
 
 
 def _answer_columns(schema: pa.Schema, chosen: ChosenColumns) -> tuple[str, str] | None:
-    """Return the columns of prompts and their answers; None beside a label or a picture."""
+    """Return the columns of prompts and answers; None if there is a label or an image."""
     if chosen.label is not None or chosen.features or image_column(schema):
         return None
     others = [field for field in schema if field.name != chosen.user]
@@ -361,10 +363,7 @@ def _is_feature(kind: pa.DataType) -> bool:
 
 
 def _is_chats(kind: pa.DataType) -> bool:
-    """Return whether values are lists of messages, each a struct of a role and a content.
-
-    The fields may have ShareGPT's names.
-    """
+    """Return whether the type is a list of messages, by the names of templates or of ShareGPT."""
     if not (is_list(kind) and pa.types.is_struct(kind.value_type)):
         return False
     found = {field.name: field.type for field in kind.value_type}
@@ -374,19 +373,19 @@ def _is_chats(kind: pa.DataType) -> bool:
 def _beside_documents(
     schema: pa.Schema, documents: tuple[str, ...], user: str | None
 ) -> tuple[tuple[str, str], ...]:
-    """Return the columns that are left out beside texts, answers or chats, and why."""
+    """Return the columns that are left out next to texts, answers or chats, and why."""
     others = [field for field in schema if field.name not in (*documents, user)]
-    beside = f"beside {' and '.join(documents)}"
+    beside = f"next to {' and '.join(documents)}"
     texts = len(documents) == 1 and not is_list(schema.field(documents[0]).type)
 
     def why(field: pa.Field) -> str:
         if len(documents) == 2 and field.name.lower() in _OF_PROMPTS:
-            return f"{beside}; what belongs to a prompt must stand in {documents[0]}"
+            return f"{beside}; put what belongs to a prompt into {documents[0]}"
         if not _is_class(field.type):
             return beside
         if texts:
-            return f"to tell it, give --label {field.name}"
-        return f"{beside}; if it says whose a record is, give --user {field.name}"
+            return f"to predict it, give --label {field.name}"
+        return f"{beside}; if it names users, give --user {field.name}"
 
     return tuple((field.name, why(field)) for field in others)
 
@@ -398,18 +397,18 @@ def _find_inputs(
 ) -> tuple[tuple[str, ...], str | None, tuple[tuple[str, str], ...]]:
     """Return the feature columns, or the column of texts, and what is left out and why.
 
-    used: the columns of labels, and of pictures where there are any.
+    used: the columns of labels, and of images or None.
     """
     (label, image), schema = used, files[0].schema
     others = [name for name in schema.names if name not in (*used, chosen.user)]
     if image is not None:
-        return (), None, tuple((name, "beside pictures") for name in others)
+        return (), None, tuple((name, "next to images") for name in others)
     texts = [name for name in others if is_text(schema.field(name).type)]
     if chosen.features:
         for name in sorted(_answers(files, chosen.features, label)):
             raise UserError(
-                f"--features: must not hold the answer, got {name}, which is {label} but for the "
-                f"names of its values; leave out {name}"
+                f"--features: must not include the answer, got {name}, which is {label} with other "
+                f"names for its values; leave out {name}"
             )
         asked = [name for name in chosen.features if name in texts]
         if asked and len(chosen.features) > 1:
@@ -417,7 +416,7 @@ def _find_inputs(
         rest = tuple((n, "not among --features") for n in others if n not in chosen.features)
         return (() if asked else chosen.features), (asked[0] if asked else None), rest
     answers = dict.fromkeys(
-        _answers(files, others, label), f"the answer: {label} but for names of its values"
+        _answers(files, others, label), f"the answer: {label} with other names for its values"
     )
     for name in others:
         if is_label_name(name, schema.names):
@@ -430,14 +429,14 @@ def _find_inputs(
     named = [name for name in texts if name.lower() in TEXTS]
     text = None if numbers else next(iter([*named, *texts]), None)
     if not numbers and text is None:
-        found = "".join(f"; {name}: {why}" for name, why in reasons.items())
-        raise files[0].error(f"neither pictures nor numeric columns beside {label!r}{found}")
+        told = "".join(f"; {name}: {why}" for name, why in reasons.items())
+        raise files[0].error(f"must have images or numeric columns besides {label!r}{told}")
     left = [n for n in others if n not in (*numbers, text)]
-    return tuple(numbers), text, tuple((n, reasons[n] or "beside a list") for n in left)
+    return tuple(numbers), text, tuple((n, reasons[n] or "next to a list") for n in left)
 
 
 def _answers(files: Sequence[TableFile], names: Sequence[str], label: str) -> set[str]:
-    """Return which columns are the label but for the names of their values."""
+    """Return the columns that are the label with other names for its values."""
     names = [name for name in names if not pa.types.is_nested(files[0].schema.field(name).type)]
     few = next(files[0].rows([*names, label]))[1]
     alike = [name for name in names if _tells_answer(few, name, label)]
@@ -456,7 +455,7 @@ def _tells_answer(table: pa.Table, name: str, label: str) -> bool:
 
 
 def _why_no_feature(files: Sequence[TableFile], name: str) -> str:
-    """Return why a column is no feature; "" where it is one."""
+    """Return why a column is not a feature; "" if it is one."""
     kind = files[0].schema.field(name).type
     if is_list(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
         return ""
@@ -466,7 +465,7 @@ def _why_no_feature(files: Sequence[TableFile], name: str) -> str:
     if pa.types.is_date(kind) or pa.types.is_timestamp(kind):
         return "dates"
     if not pa.types.is_integer(kind):
-        return f"{kind}, no number"
+        return f"{kind}, not a number"
     if is_identifier_name(name):
         return "an identifier, by its name"
     rows, seen = 0, set[Any]()
@@ -476,11 +475,11 @@ def _why_no_feature(files: Sequence[TableFile], name: str) -> str:
             seen.update(pc.unique(table[name]).to_pylist())
             if len(seen) < rows:
                 return ""
-    return "an identifier: whole numbers that all differ" if rows >= _FEW_ROWS else ""
+    return "an identifier: integers that all differ" if rows >= _FEW_ROWS else ""
 
 
 def _split(folder: Path, names: Sequence[str], what: str) -> str:
-    """Return the name of a split that is there. Raises UserError where none is."""
+    """Return the name of a split that exists. Raises UserError if there is none."""
     for name in names:
         try:
             split_files(folder.parent, folder.name, name)
@@ -492,11 +491,11 @@ def _split(folder: Path, names: Sequence[str], what: str) -> str:
     if names is TEST:
         how = (
             "; move some records, chosen without looking at them, such as every tenth (all records "
-            "of every tenth person), out of the training file into another file"
+            "of every tenth person), from the training file to a test file"
         )
     raise UserError(
         f"{folder}: no {what} split: must have {names[0]}.parquet, {names[0]}.csv, "
-        f"{names[0]}.jsonl, or pictures in {names[0]}/CLASS/{how}"
+        f"{names[0]}.jsonl, or images in {names[0]}/CLASS/{how}"
     )
 
 
@@ -510,8 +509,10 @@ def _is_class(kind: pa.DataType) -> bool:
 
 
 def label_column(files: Sequence[TableFile], *, by_option: bool = False) -> str:
-    """The column of labels, by its name or as the only one that could be. by_option: --label names
-    it otherwise. Raises UserError where nobody could say which one it is."""
+    """Return the column of labels, by its name or as the only possible one.
+
+    by_option: whether --label could name it. Raises UserError if it is ambiguous.
+    """
     schema = files[0].schema
     by_name = {name.lower(): name for name in schema.names}
     for known in LABELS:
@@ -519,7 +520,7 @@ def label_column(files: Sequence[TableFile], *, by_option: bool = False) -> str:
             return by_name[known]
     for known in LABELS[:4]:
         if known in by_name:
-            how = "name another column with --label, or " if by_option else ""
+            how = "name a different column with --label, or " if by_option else ""
             field = schema.field(by_name[known])
             raise _no_classes(f"{files[0].path}: the label must be a class", field, how)
     fit = [f.name for f in schema if _is_class(f.type) and not pa.types.is_boolean(f.type)]
@@ -527,16 +528,16 @@ def label_column(files: Sequence[TableFile], *, by_option: bool = False) -> str:
     if len(fit) == 1:
         return fit[0]
     few = ", ".join(fit[:8]) + (", ..." if len(fit) > 8 else "")
-    some = f"{len(fit)} that could be it ({few})" if fit else "no other"
+    some = f"{len(fit)} candidates ({few})" if fit else "no other"
     how = "name it with --label COLUMN, or rename it" if by_option else "rename it"
     raise files[0].error(
-        f"no column {', '.join(LABELS[:4])}, and {some} of whole numbers or texts; {how} to label, "
-        "or texts to text, prompts and answers to prompt and answer, and chats to messages"
+        f"no column {', '.join(LABELS[:4])}, and {some} of integers or texts; {how} to label, or "
+        "texts to text, prompts and answers to prompt and answer, and chats to messages"
     )
 
 
 def image_column(schema: pa.Schema) -> str | None:
-    """The first column of encoded pictures."""
+    """Return the first column of encoded images, or None."""
     for field in schema:
         inner = field.type
         if pa.types.is_struct(inner) and inner.get_field_index("bytes") >= 0:
@@ -547,7 +548,7 @@ def image_column(schema: pa.Schema) -> str | None:
 
 
 def feature_columns(file: TableFile, label: str) -> tuple[str, ...]:
-    """Return the columns of numbers, or the first one of lists. Raises UserError without any."""
+    """Return the columns of numbers, or the first one of lists. Raises UserError without them."""
     lists = [field.name for field in file.schema if is_list(field.type)]
     if lists:
         return (lists[0],)
@@ -558,14 +559,14 @@ def feature_columns(file: TableFile, label: str) -> tuple[str, ...]:
         and (pa.types.is_floating(field.type) or pa.types.is_integer(field.type))
     ]
     if not numbers:
-        raise file.error(f"neither pictures nor numeric columns beside {label!r}")
+        raise file.error(f"must have images or numeric columns besides {label!r}")
     return tuple(numbers)
 
 
 def classes_of_column(
     files: Sequence[TableFile], label: str
 ) -> tuple[int, tuple[str, ...], tuple[int, ...]]:
-    """Return how many classes there are, their names, and their numbers where these are not 0, 1...
+    """Return the number of classes, their names, and their numbers if these are not 0, 1, ...
 
     Names are from the metadata that `datasets` writes, or from a column of text.
     """
@@ -578,7 +579,7 @@ def classes_of_column(
                 check_utf8_name(name)
             return len(names), tuple(names), ()
     except (UserError, KeyError, TypeError):
-        pass  # the column itself says it as well
+        pass  # no names there: the column itself has the classes
     found = sorted(_distinct_labels(files, label))
     if not found:
         raise files[0].error("must have labels, got none", column=label)
@@ -586,15 +587,15 @@ def classes_of_column(
         return len(found), tuple(found), ()
     if found[0] < 0:
         rule = (
-            "must have classes from 0, has some below (-1 often says that there is no label: leave "
-            "these out); number them from 0, or write them as texts"
+            "must have classes from 0, got negative ones (-1 often marks a missing label: drop "
+            "these records); number them from 0, or write them as texts"
         )
         raise files[0].error(rule, column=label)
     return found[-1] + 1, (), () if found == [*range(len(found))] else tuple(found)
 
 
 def _distinct_labels(files: Sequence[TableFile], label: str) -> set[Any]:
-    """The different values of the label column. Raises UserError for too many to be classes."""
+    """Return the different labels. Raises UserError if they are too many to be classes."""
     found: set[Any] = set()
     kind = files[0].schema.field(label).type
     for file in files:

@@ -1,7 +1,7 @@
 """Documents of a language model, and pairs of answers to one prompt, as records of token dicts.
 
-`dpdist.documents` makes them of texts or conversations, `dpdist.preferences` of chosen and rejected
-answers (DPO).
+`dpdist.documents` converts texts or conversations, `dpdist.preferences` chosen and rejected answers
+(DPO).
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from torch import Tensor
 
 from dpdist.core.errors import UserError
 from dpdist.data.adapters import IGNORED, ArrayRecords, Options
-from dpdist.data.protocol import (
-    Records,
-)
+from dpdist.data.protocol import Records, chunks_of
 from dpdist.data.tables import open_table
 from dpdist.data.text import ConversationTokenizer, Tokens, messages_of
 
@@ -43,13 +41,13 @@ class DocumentRecords(ArrayRecords):
     def describe(
         self, cutter: ConversationTokenizer, unit: Any, length: int, chat: bool, **more: bool
     ) -> None:
-        """Say whose the documents are, and by what their tokens were made."""
+        """Set the name of the unit, and how the tokens were computed."""
         self.has_targets, self.vocabulary = False, cutter.vocabulary_size
         self.unit_name = unit if isinstance(unit, str) else ""
         self.tokenization = {"length": length, "chat": chat, "files": cutter.files, **more}
 
     def examples(self, count: int) -> tuple[Batch, Tensor]:
-        """Invent documents of all lengths, each with a prompt of its own length."""
+        """Return invented documents of all lengths, each with a prompt of random length."""
         named = self._invented(count, int(next(iter(self._fields().values())).shape[1]))
         return named, torch.zeros(count, dtype=torch.int64)
 
@@ -141,10 +139,10 @@ def documents(
         size = len(found.ids)
         inputs[place, :size], real[place, :size] = found.ids, 1
         labels[place, :size] = np.where(found.learned, found.ids, IGNORED)
-    if not (labels != IGNORED).any():  # steps would be paid for, and only noise be learned
+    if not (labels != IGNORED).any():  # training would use the budget and learn only noise
         raise UserError(
-            f"{name}: length must leave a token of an answer in some document, got {length}, by "
-            "which all answers are cut away; give a longer length"
+            f"{name}: length must leave a token of an answer in some document, got {length}, which "
+            "cuts all answers; give a longer length"
         )
     columns: dict[str, np.ndarray | Tensor] = {
         "input_ids": inputs,
@@ -166,10 +164,10 @@ def _tokenizer_of(tokenizer: Any) -> ConversationTokenizer:
 
 
 def tokenization_of(tokenizer: Any, records: Records) -> dict[str, Any] | None:
-    """Return how records that came as tokens were made by a tokenizer (`Records.tokenization`).
+    """Return the `Records.tokenization` of records that were given as tokens.
 
-    None where it is no fast tokenizer of `transformers`, or the records are no tokens. Whether its
-    chat template showed the documents nobody knows then.
+    None if it is not a fast tokenizer of `transformers`, or the records are not tokens. Whether a
+    chat template rendered the documents is unknown.
     """
     if not (getattr(tokenizer, "is_fast", False) and hasattr(tokenizer, "backend_tokenizer")):
         return None
@@ -184,7 +182,7 @@ def _document_rows(data: Any, name: str) -> list[Mapping[str, Any]]:
     if isinstance(data, str | Path):
         file = open_table(Path(data))
         data = file.read(file.schema.names)
-    if hasattr(data, "to_pylist"):  # a Table of pyarrow
+    if hasattr(data, "to_pylist"):  # a pyarrow Table
         data = data.to_pylist()
     elif type(data).__module__.partition(".")[0] == "pandas":
         data = data.to_dict("records")
@@ -194,8 +192,8 @@ def _document_rows(data: Any, name: str) -> list[Mapping[str, Any]]:
         rows = []
     if not rows or not all(isinstance(row, Mapping) for row in rows):
         raise UserError(
-            f"{name}: must be rows with named fields, such as [{{'text': '...'}}], at least one, "
-            f"got a {type(data).__name__}"
+            f"{name}: must be one or more rows with named fields, such as [{{'text': '...'}}], got "
+            f"a {type(data).__name__}"
         )
     return rows
 
@@ -203,17 +201,16 @@ def _document_rows(data: Any, name: str) -> list[Mapping[str, Any]]:
 # --- checks of token dicts ----------------------------------------------------------------------
 
 
-_CHUNK = 1024  # records that are looked at together
-PACKED = (  # rule and remedy
-    "must be one document, has position_ids that begin again: several documents in one row",
-    "give each document a row of its own (packing=False)",
+PACKED = (  # rule and fix
+    "must be one document, got position_ids that begin again: several documents in one row",
+    "give each document a separate row (packing=False)",
 )
 
 
 def begin_again(places: Tensor, mask: Tensor | None) -> bool:
-    """Return whether numbers of positions (B, length) fall or repeat within a row.
+    """Return whether position ids (B, length) fall or repeat within a row.
 
-    mask: 0 where nothing is, which does not count; None: all does.
+    mask: 0 for padding, which does not count; None without padding.
     """
     places = places.reshape(len(places), -1)
     seen = mask if mask is not None and mask.shape == places.shape else torch.ones_like(places)
@@ -223,8 +220,8 @@ def begin_again(places: Tensor, mask: Tensor | None) -> bool:
 
 def check_not_packed(records: Records) -> None:
     """Raise UserError for a row of several documents, which would be protected as one."""
-    for start in range(0, len(records), _CHUNK):
-        found = records.batch(np.arange(start, min(start + _CHUNK, len(records))))
+    for rows in chunks_of(records):
+        found = records.batch(rows)
         assert isinstance(found, dict)
         if begin_again(found["position_ids"], found.get("attention_mask")):
             Options(records.name).refuse(f"a record {PACKED[0]}", PACKED[1])
@@ -233,18 +230,18 @@ def check_not_packed(records: Records) -> None:
 def check_tokens(records: Records, tokens: int, labels: int) -> None:
     """Raise UserError for a token or a label that a language model does not have.
 
-    torch's own error would tell its value in the middle of a run.
+    torch's own error would quote it in the middle of a run.
     """
-    for start in range(0, len(records), _CHUNK):
-        found = records.batch(np.arange(start, min(start + _CHUNK, len(records))))
+    for rows in chunks_of(records):
+        found = records.batch(rows)
         for name, low, count in (("input_ids", 0, tokens), ("labels", None, labels)):
             values = found.get(name) if isinstance(found, dict) else None
             if values is None or not values.numel():
                 continue
             if int(values.max()) >= count or (low is not None and int(values.min()) < low):
                 Options(records.name).refuse(
-                    f"{name} must be 0 to {count - 1:,}, as the model knows them, got others",
-                    "take the tokenizer of the model, or resize_token_embeddings",
+                    f"{name} must be 0 to {count - 1:,}, the tokens of the model, got others",
+                    "take the tokenizer of the model, or call resize_token_embeddings",
                 )
 
 
@@ -268,18 +265,19 @@ class PreferenceRecords(DocumentRecords):
     """
 
     def examples(self, count: int) -> tuple[Batch, Tensor]:
-        """Invent pairs of documents of all lengths, and references of either sign."""
+        """Return invented pairs of documents of all lengths, and references of either sign."""
         fields = self._fields()
         length, kind = fields["input_ids"].shape[1] // 2, fields[REFERENCE].dtype
         halves = [self._invented(count, length, seed) for seed in (0, 1)]
-        named = {name: torch.cat([each[name] for each in halves], 1)
-                 for name in ("input_ids", "labels")}  # fmt: skip
+        named = {
+            name: torch.cat([each[name] for each in halves], 1) for name in ("input_ids", "labels")
+        }
         generator = torch.Generator().manual_seed(2)
         named[REFERENCE] = (torch.rand(count, generator=generator) - 0.5).to(kind)
         return named, torch.zeros(count, dtype=torch.int64)
 
     def input_macs(self, key: bytes) -> Iterator[tuple[bytes, ...]]:
-        """Yield MACs of the tokens alone: a pair is the same one beside another reference."""
+        """Yield MACs of only the tokens: a pair is the same with a different reference."""
         every = self.batch(slice(None))
         assert isinstance(every, dict)
         tokens = {name: each for name, each in every.items() if name != REFERENCE}
@@ -299,10 +297,10 @@ def preference_records(
     unit: str | Sequence[Hashable] | np.ndarray | None,
     name: str,
 ) -> PreferenceRecords:
-    """Make records of pairs of answers, as `dpdist.preferences` describes them.
+    """Return records of pairs of answers, as `dpdist.preferences` describes them.
 
     reference: returns the difference (1,) of the log-probabilities of a pair, whose fields have one
-    row; it is called with one pair at a time, so that no pair changes another one's bits.
+    row. It gets one pair at a time, so that no pair changes the bits of another one.
     """
     cutter = _tokenizer_of(tokenizer)
     rows, keys, every = _document_rows(data, name), list[str](), list[dict[str, Tensor]]()
@@ -338,7 +336,7 @@ def _pair_fields(pair: tuple[Tokens, Tokens], length: int) -> tuple[dict[str, Te
     """Return a pair's fields of one row, and whether each answer has a token to learn."""
     ids = torch.zeros(1, 2 * length, dtype=torch.int64)
     labels = torch.full_like(ids, IGNORED)
-    learns = all(any(half.learned[1:]) for half in pair)  # nothing foretells a first token
+    learns = all(any(half.learned[1:]) for half in pair)  # a first token is not predicted
     for begin, half in zip((0, length), pair, strict=True):
         there = slice(begin, begin + len(half.ids))
         ids[0, there] = torch.tensor(half.ids)
@@ -350,22 +348,24 @@ def _pair_fields(pair: tuple[Tokens, Tokens], length: int) -> tuple[dict[str, Te
 def _check_pairs(
     keys: Sequence[str], cut_away: int, length: int, name: str, prompt: str | None
 ) -> None:
-    """Refuse pairs that teach nothing or share a prompt, where `prompt` is given; warn of some."""
+    """Raise UserError if no pair can be learned, or pairs share a prompt; warn of cut pairs.
+
+    prompt: name of the field of prompts, if each pair is its own unit; else None.
+    """
     if cut_away == len(keys):
         raise UserError(
-            f"{name}: length must leave a token of both answers in some pair, got {length}, by "
-            "which all answers are cut away; give a longer length"
+            f"{name}: length must leave a token of both answers in some pair, got {length}, which "
+            "cuts all answers; give a longer length"
         )
-    if prompt is not None and len(set(keys)) < len(keys):
+    if prompt is not None and (more := len(keys) - len(set(keys))):
         raise UserError(
-            f"{name}: must have one pair of each prompt, or say whom each belongs to, got "
-            f"{len(keys) - len(set(keys)):,} more: give unit={prompt!r}, or a person's field, and "
-            "dpdist.Privacy(unit='group', ...)"
+            f"{name}: must have one pair per prompt, or a unit for each, got {more:,} more; give "
+            f"unit={prompt!r}, or a field of persons, and dpdist.Privacy(unit='user', ...)"
         )
     if cut_away:
         warnings.warn(
-            f"{name}: of {cut_away:,} of {len(keys):,} pairs nothing is learned, since an answer "
-            f"lies behind token {length}; give a longer length, or leave them out (the count is "
+            f"{name}: {cut_away:,} of {len(keys):,} pairs are not learned, since token {length} "
+            "comes before an answer; give a longer length, or leave them out (the count is "
             "private)",
             stacklevel=4,
         )
@@ -377,25 +377,27 @@ def _check_margins(
     margins: Tensor,
     name: str,
 ) -> None:
-    """Raise UserError where a margin (N,) is not finite, or another one after the other pairs."""
+    """Raise UserError if a margin (N,) is not finite, or changes after other pairs were read."""
     if not margins.isfinite().all():
-        raise UserError(f"{name}: reference must give finite log-probabilities, gave others")
+        raise UserError(
+            f"{name}: reference must return finite log-probabilities, got NaN or Inf; check its "
+            "weights"
+        )
     first = next(n for n, each in enumerate(every) if (each["labels"] != IGNORED).any())
     again = reference(every[first])
     if not torch.allclose(again, margins[first : first + 1], rtol=1e-4, atol=1e-4):
         raise UserError(
-            f"{name}: reference must say the same of a pair whichever pairs it saw before, said "
-            "something else of the first one at the end: give a model that keeps no state and "
-            "draws nothing"
+            f"{name}: reference must return the same for a pair after any others, got a different "
+            "value for the first one at the end; give a model without state and random numbers"
         )
 
 
 def _pair_tokens(
     row: Mapping[str, Any], cutter: ConversationTokenizer, names: tuple[str, str, str], length: int
 ) -> tuple[str, tuple[Tokens, Tokens]]:
-    """Return a row's prompt, as text that is equal for equal ones, and the tokens of its answers.
+    """Return the key of a row's prompt, and the tokens of its answers.
 
-    Raises UserError for a row without fields that are known.
+    Raises UserError for a row without the named fields.
     """
     asked, *answers = (row.get(name) for name in names)
     if isinstance(asked, str) and all(isinstance(answer, str) for answer in answers):
@@ -405,12 +407,11 @@ def _pair_tokens(
         asked, str
     ):
         raise UserError(
-            "must have {}, {} and {}: all texts, or all messages of a role and a content".format(
-                *names
-            )
+            f"must have {', '.join(names[:2])} and {names[2]}: all texts, or all messages with a "
+            "role and a content"
         )
     wholes = [messages_of(answer) for answer in answers]
-    if asked is None:  # each answer is a whole conversation: what both begin with is the prompt
+    if asked is None:  # each answer is a whole conversation, with the prompt as common start
         same = [a == b for a, b in zip(*wholes, strict=False)]
         first = min(
             same.index(False) if False in same else len(same), *(len(w) - 1 for w in wholes)
@@ -424,9 +425,9 @@ def _pair_tokens(
 
 
 def _prompt_key(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return a prompt as text that is equal for prompts that are the same to a reader.
+    """Return a prompt as a text that is the same for prompts that read the same.
 
-    White space, and forms of a character that Unicode calls compatible, are no difference.
+    Differences in white space, and between compatible Unicode characters, are removed.
     """
     return json.dumps(
         [

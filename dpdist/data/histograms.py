@@ -1,10 +1,10 @@
-"""Count a column's numbers in the cells of a fixed grid, and find quantiles in noisy counts.
+"""Count a column's numbers in the cells of a fixed grid, and estimate quantiles from noisy counts.
 
-A grid has 4,096 cells that nothing private moves: equal ones of a declared range, or those of one
-universal grid. It is counted at three levels, in 16, 256 and 4,096 cells, each with a place of its
-own for missing numbers. A record is in one place of each level, so that it adds 1 to each of three
-histograms, whatever it holds and whatever the other records are; a user of k records adds 1/k for
-each of them. What follows from the counts with their noise is post-processing.
+A grid has 4,096 cells that do not depend on private data: equal cells of a declared range, or those
+of a universal grid. Numbers are counted at three levels, in 16, 256 and 4,096 cells, each with an
+extra cell for missing numbers. A record is in one cell of each level, so it adds 1 to each of three
+histograms, whatever the other records are; a user of k records adds 1/k for each of them. Estimates
+from the noisy counts are post-processing.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dpdist.data.protocol import Users
 
 BRANCHES, LEVELS = 16, COUNTED_LEVELS
 CELLS = BRANCHES**LEVELS
-_SIZES = [BRANCHES**level + 1 for level in range(1, LEVELS + 1)]  # the last place: missing
+_SIZES = [BRANCHES**level + 1 for level in range(1, LEVELS + 1)]  # the last cell: missing
 COUNTS = sum(_SIZES)  # of a column
-# Deviations of the noise on a count: about that of all cells between an end of the numbers and the
-# grid's, so that fewer records at an end are not told from it.
+# In standard deviations of the noise on a count: about that of all cells between the end of the
+# numbers and the end of the grid, so that fewer records there cannot be detected.
 _UNSEEN = 4.0
-_INNERMOST = 0.25  # share of the numbers that may be left out at an end
-_PARTS_OF_ONE = 2**24  # of which a user's records get whole numbers: sums are exact
+_INNERMOST = 0.25  # largest fraction of the numbers left out at an end
+_PARTS_OF_ONE = 2**24  # a user's records get integer multiples of 1 / 2^24: sums are exact
 
 
 def linear_edges(low: float, high: float) -> np.ndarray:
@@ -40,8 +40,7 @@ def universal_edges(signed: bool = True) -> np.ndarray:
     On each side of 0 there are 32 cells for each power of two, from 2^-35 to 2^29: a cell's ends
     differ by 2.2 %. Numbers beyond are in the outermost cells.
 
-    signed: False for the numbers from 0 on, with twice as many cells; negative ones are in the
-    first.
+    signed: False for numbers >= 0, with twice as many cells; negative ones are in the first.
     """
     half = CELLS // 2 if signed else CELLS
     positive = LARGEST_COUNTED * 2.0 ** (np.arange(1, half + 1) * (64 / half) - 64)
@@ -49,15 +48,15 @@ def universal_edges(signed: bool = True) -> np.ndarray:
 
 
 def count_cells(values: np.ndarray, edges: np.ndarray, users: Users | None = None) -> np.ndarray:
-    """Return the counts of a column, float64 (COUNTS,): those of each level, one after the other.
+    """Return the counts of a column, float64 (COUNTS,), level by level.
 
-    Guarantee: a record adds exactly 1 to one count of each level, or with users a user at most 1 in
-    all to the counts of each level; what it adds depends on no other record (user).
+    Guarantee: a record adds exactly 1 to one count of each level. With users, a user adds at most 1
+    in total to the counts of each level. What it adds depends on no other record (user).
 
     Args:
-        values: (N,) numbers; NaN for a missing one. Those beyond the grid are in its outer cells.
-        edges: ends of its cells.
-        users: whom the records belong to; a user adds the mean of its records, however many it has.
+        values: (N,) numbers; NaN if missing. Those beyond the grid are in its outer cells.
+        edges: ends of the cells.
+        users: the users of the records; a user adds the mean of its records.
     """
     cells = np.searchsorted(edges[1:-1], values, side="right")
     missing = np.isnan(values)
@@ -78,8 +77,8 @@ def count_cells(values: np.ndarray, edges: np.ndarray, users: Users | None = Non
 class ColumnEstimate:
     """Estimates of a column from its noisy counts.
 
-    low, median, high: ends of a range by two quantiles, and the middle one, in the column's own
-    units, low < high. missing: share of missing numbers, 0 to 1.
+    low, median, high: two quantiles and the median, in the column's units, low < high. missing:
+    fraction of missing numbers, 0 to 1.
     """
 
     low: float
@@ -91,18 +90,18 @@ class ColumnEstimate:
 def estimate(
     counts: np.ndarray, edges: np.ndarray, quantiles: tuple[float, float], deviation: float
 ) -> ColumnEstimate:
-    """Return what the noisy counts (COUNTS,) of a column say of it.
+    """Return the estimates of a column from its noisy counts (COUNTS,).
 
-    The levels are made consistent by least squares (Hay et al. 2010), and the sums up to each cell
-    ascending by isotonic regression. Where the noise hides so small a share as is asked for, the
-    end is put where the share is four deviations of a count: an end of noise alone could be
-    anywhere on the grid. Where the noise leaves no records, the range is the grid's.
+    The levels are made consistent by least squares (Hay et al. 2010), and the cumulative sums
+    monotone by isotonic regression. If the noise hides a quantile, the end is where the fraction is
+    four standard deviations of a count: an end in pure noise could be anywhere on the grid. If the
+    noise leaves no records, the range is that of the grid.
 
     Args:
-        counts: noisy ones.
+        counts: the noisy counts.
         edges: ends of the grid's cells.
-        quantiles: shares of the numbers below the range, and up to its end.
-        deviation: of the noise on each count.
+        quantiles: fractions of the numbers below the low and the high end.
+        deviation: standard deviation of the noise on each count.
     """
     *levels, _ = np.split(counts, np.cumsum(_SIZES))
     absent = max(0.0, float(np.mean([level[-1] for level in levels])))
@@ -119,15 +118,13 @@ def estimate(
     shares = (max(quantiles[0], hidden), 0.5, min(quantiles[1], 1 - hidden))
     found = np.searchsorted(ascending, [share * total for share in shares])
     low, median, high = np.minimum(found, CELLS - 1)
-    return ColumnEstimate(
-        float(edges[low]), float(edges[median] + edges[median + 1]) / 2, float(edges[high + 1]),
-        missing,
-    )  # fmt: skip
+    middle = float(edges[median] + edges[median + 1]) / 2
+    return ColumnEstimate(float(edges[low]), middle, float(edges[high + 1]), missing)
 
 
 def _consistent(levels: list[np.ndarray]) -> np.ndarray:
-    """Return the finest of some levels of equally noisy counts, by least squares of all of them."""
-    best, variances = [levels[-1]], [1.0]  # of a level by itself and those below, the coarsest last
+    """Return the finest of equally noisy levels of counts, by least squares over all levels."""
+    best, variances = [levels[-1]], [1.0]  # of a level with all finer ones, the coarsest last
     for level in reversed(levels[:-1]):
         below, variance = best[-1].reshape(-1, BRANCHES).sum(1), BRANCHES * variances[-1]
         best.append((variance * level + below) / (variance + 1))

@@ -1,9 +1,9 @@
-"""Read tables into memory-mapped arrays, some rows at a time, and decode pictures exactly.
+"""Read tables into memory-mapped arrays, some rows at a time, and decode images exactly.
 
 Three layouts are read, each with a label column: an image column (bytes, or a struct with a
 `bytes` field); numeric feature columns (or one list column of numbers); a column of texts
-(`dpdist.data.text`), which may do without labels. A picture is decoded exactly or not at all.
-Every error names the file, and the row or line (`dpdist.data.tables`).
+(`dpdist.data.text`), which needs no labels. Errors name the file, and the row or line
+(`dpdist.data.tables`).
 """
 
 from __future__ import annotations
@@ -48,37 +48,36 @@ from dpdist.data.record_hashes import (
 from dpdist.data.tables import PictureFolder, TableFile, is_text, open_table
 from dpdist.data.text import TextColumn
 
-# --- pictures to pixels -----------------------------------------------------------------------
+# --- images to pixels -------------------------------------------------------------------------
 
 
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP")
 
 
 class InexactImage(ValueError):
-    """A picture whose pixels would not be what was stored."""
+    """An image whose pixels would differ from what was stored."""
 
 
 class UnreadableImage(ValueError):
-    """Bytes that are no picture."""
+    """Bytes that cannot be read as an image."""
 
 
 def decode_picture(raw: bytes) -> np.ndarray:
-    """Pixels (C, H, W), C = 1 for gray and 3 for color.
+    """Return the pixels (C, H, W) of an image, C = 1 for gray and 3 for color.
 
-    uint8 for at most 8 bits (by their range; palettes are looked up), float32 in [0, 1] for gray
-    pictures of 16 bits (v / 65535) and of floats. An alpha channel goes when it says opaque
-    everywhere. An EXIF orientation is not applied: pixels lie as they are stored. Raises Inexact
-    for what would lose something (transparency, several frames, colors of 16 bits, CMYK and other
-    color spaces, floats outside [0, 1]); Unreadable for bytes that are no picture of these
-    formats.
+    They are uint8 for at most 8 bits (scaled to the full range; palettes are applied), and float32
+    in [0, 1] for gray images of 16 bits (v / 65535) and of floats. An opaque alpha channel is
+    dropped. An EXIF orientation is not applied. Raises InexactImage for what would lose something
+    (transparency, several frames, colors of 16 bits, CMYK and other color spaces, floats outside
+    [0, 1]), and UnreadableImage for bytes in none of these formats.
     """
     try:
         return _decode_pillow(raw)
     except InexactImage:
         raise
-    except UnidentifiedImageError:  # whose words are an address in this process's memory
-        raise UnreadableImage(f"no picture in {', '.join(FORMATS)}") from None
-    except Exception as error:  # decoders raise whatever a damaged picture leads them to
+    except UnidentifiedImageError:  # its text is an address in memory
+        raise UnreadableImage(f"must be {', '.join(FORMATS)}") from None
+    except Exception as error:  # decoders raise any error for a damaged image
         raise UnreadableImage(f"damaged, or too large ({type(error).__name__})") from None
 
 
@@ -86,7 +85,7 @@ def _decode_pillow(raw: bytes) -> np.ndarray:
     with Image.open(io.BytesIO(raw), formats=FORMATS) as picture:
         frames = getattr(picture, "n_frames", 1)
         if frames != 1:
-            raise InexactImage(f"it has {frames} frames; store the one that is meant")
+            raise InexactImage(f"it has {frames} frames; store only one")
         stored = _raw_mode(picture)
         picture.load()
         pixels = _pixels(picture, stored)
@@ -94,7 +93,7 @@ def _decode_pillow(raw: bytes) -> np.ndarray:
 
 
 def _raw_mode(picture: Image.Image) -> str:
-    """How the decoder reads the samples; known only before they are loaded."""
+    """Return the mode in which the decoder reads samples, known only before they are loaded."""
     tiles = getattr(picture, "tile", [])
     arguments = tiles[0][3] if tiles else ""
     first = arguments[0] if isinstance(arguments, tuple) and arguments else arguments
@@ -102,9 +101,12 @@ def _raw_mode(picture: Image.Image) -> str:
 
 
 def _pixels(picture: Image.Image, stored: str) -> np.ndarray:
-    """Shape (H, W) or (H, W, 3)."""
+    """Return the pixels (H, W) or (H, W, 3)."""
     mode = picture.mode
-    if mode not in ("1", "L") and _white_is_zero(picture):  # these the decoder turns round
+    white_is_zero = (
+        isinstance(picture, TiffImageFile) and picture.tag_v2.get(PHOTOMETRIC_INTERPRETATION) == 0
+    )
+    if mode not in ("1", "L") and white_is_zero:  # the decoder inverts these two modes
         raise InexactImage("its zero is white; store it with zero for black")
     if mode == "F":
         values = np.asarray(picture, dtype=np.float32)
@@ -113,7 +115,7 @@ def _pixels(picture: Image.Image, stored: str) -> np.ndarray:
         return values
     if mode.startswith("I;16") and stored.startswith("I;16") and "S" not in stored:
         if "transparency" in picture.info:
-            raise InexactImage("it has a transparent gray; put it before a background")
+            raise InexactImage("it has a transparent gray; put it on a background")
         return np.asarray(picture).astype(np.float32) / np.float32(65535)
     if re.search(r";1[0-6]", stored):
         raise InexactImage(
@@ -130,37 +132,30 @@ def _pixels(picture: Image.Image, stored: str) -> np.ndarray:
     raise InexactImage(f"its colors ({mode}) have no exact gray or RGB values; convert it")
 
 
-def _white_is_zero(picture: Image.Image) -> bool:
-    return (
-        isinstance(picture, TiffImageFile) and picture.tag_v2.get(PHOTOMETRIC_INTERPRETATION) == 0
-    )
-
-
 def _opaque(picture: Image.Image) -> np.ndarray:
-    """The pixels of a picture that could be transparent and nowhere is."""
+    """Return the pixels of an image whose alpha channel is opaque. Raises InexactImage."""
     whole = np.asarray(picture.convert("RGBA"))
     if (whole[..., 3] != 255).any():
-        raise InexactImage("it is transparent in places; put it before a background")
+        raise InexactImage("it is transparent in places; put it on a background")
     return whole[..., 0] if picture.mode in ("1", "L", "LA") else whole[..., :3]
 
 
-# --- Parquet to arrays ------------------------------------------------------------------------
+# --- columns ----------------------------------------------------------------------------------
 
 
-FEATURES_FILE = "features.json"  # beside features: what the network that made them saw
-_CACHE_VERSION = 7  # of the cache; a new number re-reads everything
+FEATURES_FILE = "features.json"  # next to features: the pretraining data of their network
+_CACHE_VERSION = 7  # a new number re-reads everything
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns hold the record.
+    """Names of the columns of a record.
 
-    features: column names, or empty when there is an image column or a text; a pattern (mean_*)
-    stands for all columns that it fits but label and user. user: whom a record belongs to; the
-    size of the largest user and a hash of each record's value are kept. targets: of a record,
-    "class", one of the classes; "number", a number or a list; "labels", a 0 or 1 or a list.
-    preprocessing: how features become inputs, by name. Raises UserError when a column would be read
-    twice.
+    features: column names, or empty if there is an image column or a text; a pattern (mean_*)
+    stands for all matching columns except label and user. user: column of the user of a record; the
+    size of the largest user and a hash of each record's user are kept. targets: "class", one of the
+    classes; "number", a number or a list; "labels", a 0 or 1 or a list. preprocessing: rules by
+    feature. Raises UserError if a column would be read twice.
     """
 
     image: str = "image"
@@ -173,26 +168,26 @@ class Columns:
 
     @property
     def input_columns(self) -> tuple[str, ...]:
-        """The columns that a model sees."""
+        """Return the names of the columns that a model reads."""
         return self.features or ((self.image,) if self.text is None else self.text.columns)
 
     @property
     def has_labels(self) -> bool:
-        """Whether the label column is read."""
+        """Return whether the label column is read."""
         return self.text is None or not self.text.predicts_next_token
 
     def __post_init__(self) -> None:
         if self.has_labels and self.label in self.input_columns:
             raise UserError(
-                f"data.columns: the label {self.label!r} is among the features: the model would "
-                "read the answer; take it out"
+                f"data.columns: features must not include the label, got {self.label!r}; take it "
+                "out"
             )
         twice = [name for name, times in Counter(self.features).items() if times > 1]
         if twice:
             raise UserError(f"data.columns.features: {twice[0]!r} is named twice; name it once")
 
     def expand_patterns(self, available: Sequence[str], context: str) -> Columns:
-        """With a file's columns in place of patterns. Raises UserError for one that fits none."""
+        """Return the columns with patterns replaced. Raises UserError for one without a match."""
         found: list[str] = []
         for asked in self.features:
             if not set(asked) & set("*?["):
@@ -211,9 +206,9 @@ class Columns:
 
 
 def holds_features(root: Path | None, name: str) -> bool:
-    """Return whether a data set is features that papers/dplis/features.py made of other records.
+    """Return whether a data set is features that papers/dplis/features.py computed from records.
 
-    The file beside them says so, and each of their own files, wherever it was moved.
+    A file next to them says so, and the metadata of each of their files.
     """
     if root is None:
         return False
@@ -222,7 +217,7 @@ def holds_features(root: Path | None, name: str) -> bool:
 
 
 def _is_features(file: Path) -> bool:
-    with suppress(UserError):  # what cannot be read is refused where it is read
+    with suppress(UserError):  # reading the file raises it again
         return FEATURES_KEY in (open_parquet(file).schema_arrow.metadata or {})
     return False
 
@@ -241,11 +236,11 @@ def load_split(
 ) -> Dataset:
     """Return a split, decoded once into `cache` (private, mode 0700) and memory-mapped afterwards.
 
-    class_names: of the classes, by number, where the label column holds these. training_file: a
-    file of the training split, whose types of columns hold for another split.
+    class_names: of the classes, by number, if the label column has names. training_file: a file of
+    the training split, whose column types apply to the test split.
 
     Raises UserError naming file and row for wrong columns, undecodable images, images of different
-    size, labels outside 0..classes-1, and non-numeric or non-finite features.
+    sizes, labels outside 0..classes-1, and non-numeric or non-finite features.
     """
     stamp = _cache_key(files, name, classes, columns, class_names)
     folder = cache / f"{name.replace('/', '-')}-{stamp}"
@@ -301,7 +296,7 @@ def _decode(
             arrays.append(rows, marks, file, first_row)
             if columns.text is not None:
                 hashes += columns.text.hash_table(table)
-            elif columns.preprocessing:  # what is cut may be alike, and its records are not
+            elif columns.preprocessing:  # different records may have equal inputs after a cut
                 hashes += hash_inputs(identities).tobytes()
     digest = arrays.finish()
     if hashes:
@@ -320,7 +315,7 @@ def _decode(
 
 
 def finish_split(folder: Path, meta: Mapping[str, Any]) -> None:
-    """Write what a decoded split says of itself, and bring all its files to the disk."""
+    """Write the metadata of a decoded split, and sync all its files."""
     (folder / "meta.json").write_text(json.dumps(meta))
     for path in folder.iterdir():
         fsync_path(path)
@@ -329,7 +324,7 @@ def finish_split(folder: Path, meta: Mapping[str, Any]) -> None:
 def read_features(path: Path, columns: Columns) -> np.ndarray:
     """Return a model's inputs of a table's raw rows, float32 (rows, inputs).
 
-    Raises UserError for a column that is missing, and for a cell that does not fit, by its row.
+    Raises UserError for a missing column, and for a cell that breaks a rule, by its row.
     """
     file = open_table(path)
     columns = columns.expand_patterns(file.schema.names, str(path))
@@ -339,20 +334,20 @@ def read_features(path: Path, columns: Columns) -> np.ndarray:
     return Preprocessing(named).transform_file(file)
 
 
-NO_RECORDS = "must hold one record at least, got no records"
+NO_RECORDS = "must have at least one record, got none"
 
 
 class _UserReader:
-    """Whom each record belongs to, by a column: sizes and hashes; nothing without a column."""
+    """Reads the column of users: sizes and hashes. Does nothing without a column."""
 
     def __init__(self, column: str | None) -> None:
         self._column, self._hashes = column, bytearray()
-        self._unknown: list[tuple[TableFile, int]] = []  # records that belong to nobody
+        self._unknown: list[tuple[TableFile, int]] = []  # records without a user
         self._are_texts: set[bool] = set()
         self.counts: Counter[object] = Counter()
 
     def add(self, table: pa.Table, file: TableFile, first_row: int) -> None:
-        """Read the column of some rows. Raises UserError where it holds numbers and texts."""
+        """Read the column of some rows. Raises UserError if it has both numbers and texts."""
         if self._column is None:
             return
         values, self._file = users_of(table, file, first_row, self._column), file
@@ -360,13 +355,15 @@ class _UserReader:
         self._unknown += [(file, first_row + row) for row in rows_of_nobody(values)]
         self._are_texts |= {isinstance(value, str) for value in values if value is not None}
         if len(self._are_texts) > 1:
-            rule = "must hold texts in all files or numbers, since 7 and '7' would be two users"
+            rule = "must be text in all files, or numbers in all, as 7 and '7' are two users"
             raise file.error(rule, None, self._column)
         self._hashes += hash_users(values)
 
     def finish(self, out: Path) -> None:
-        """Keep the hashes beside the records. Raises UserError where strangers would be one user,
-        or a person two."""
+        """Write the hashes next to the records.
+
+        Raises UserError for records without a user, and for users that differ only in blanks.
+        """
         if self._column is None:
             return
         if self._unknown:
@@ -375,18 +372,19 @@ class _UserReader:
             raise file.error(f"{rule}{self.counts.total():,}; {NO_GROUP}", row, self._column)
         texts = [value for value in self.counts if isinstance(value, str)]
         if twice := len(texts) - len({text.strip() for text in texts}):
-            rule = f"must name each user in one way, has {twice:,} that differ in blanks alone"
-            raise self._file.error(f"{rule}; remove these", None, self._column)
+            rule = f"must name each user in one way, got {twice:,} that differ only in blanks"
+            raise self._file.error(f"{rule}; remove the blanks", None, self._column)
         write_hashes(out, bytes(self._hashes), GROUPS_FILE)
 
 
-NO_GROUP = "drop these records, or give each a user of its own"
+NO_GROUP = "drop these records, or give each a separate user"
 
 
 class _ArrayWriter:
-    """Memory-mapped inputs and labels of `total` records, filled from the first to the last.
+    """Writes the memory-mapped inputs and labels of `total` records, in order.
 
-    numbers: how many floats a record's target has; None: it is a whole number."""
+    numbers: floats of a record's target; None if it is an integer.
+    """
 
     def __init__(self, out: Path, total: int, numbers: int | None = None) -> None:
         self._out, self._total, self._position = out, total, 0
@@ -396,7 +394,7 @@ class _ArrayWriter:
         self._digest = hashlib.blake2b(digest_size=16, person=b"dpdist.data")
 
     def append(self, rows: np.ndarray, labels: np.ndarray, file: TableFile, first_row: int) -> None:
-        """Add records. Raises UserError for inputs of another shape than those before."""
+        """Write some records. Raises UserError for inputs of a different shape."""
         if self._inputs is None:
             shape = (self._total, *rows.shape[1:])
             self._inputs = self._allocate("inputs.npy", rows.dtype, shape)
@@ -410,9 +408,9 @@ class _ArrayWriter:
         self._position = end
 
     def finish(self) -> str:
-        """Write all to the disk; return the hex digest of the records."""
+        """Flush the arrays; return the hex digest of the records."""
         if self._inputs is None or self._position != self._total:
-            raise ValueError(f"{self._position} records of {self._total}")
+            raise ValueError(f"read {self._position} of {self._total} records")
         self._inputs.flush()  # type: ignore[attr-defined]
         self._labels.flush()  # type: ignore[attr-defined]
         return self._digest.hexdigest()
@@ -422,24 +420,24 @@ class _ArrayWriter:
 
 
 def rows_of_nobody(values: Sequence[object]) -> list[int]:
-    """The positions of the records that belong to nobody."""
+    """Return the positions of the records without a user."""
     return [row for row, value in enumerate(values) if names_nobody(value)]
 
 
 def users_of(table: pa.Table, file: TableFile, first_row: int, user: str) -> list[object]:
-    """Return whom each record belongs to; None for nobody. Raises UserError for lists."""
+    """Return the user of each record, or None. Raises UserError for lists and floats."""
     if pa.types.is_nested(table[user].type):
-        raise file.error("must hold one value for each record", column=user)
+        raise file.error("must have one value per record", column=user)
     if pa.types.is_floating(table[user].type):
         rule = (
-            "must be a whole number below 2^63 or a text for each record, got fractions or larger "
-            "numbers, of which two may be read as one; write a letter before each"
+            "must be an integer below 2^63 or a text for each record, got floats, of which two may "
+            "be rounded to one; write a letter before each"
         )
         raise file.error(rule, column=user)
     try:
         found: list[object] = table[user].to_pylist()
-    except (ValueError, OverflowError, pa.ArrowException) as error:  # a date that Python lacks
-        rule = "says whom a record belongs to, and must be readable near here"
+    except (ValueError, OverflowError, pa.ArrowException) as error:  # such as a date before year 1
+        rule = "must be readable near this row"
         raise file.error(rule, row=first_row, column=user, cause=error) from None
     return [None if value in file.missing_words else value for value in found]
 
@@ -452,10 +450,10 @@ def class_numbers(
     classes: int,
     class_names: tuple[str, ...],
 ) -> np.ndarray:
-    """Return the classes of some rows, int64. Raises UserError with the row of another label."""
+    """Return the classes of some rows, int64. Raises UserError naming the row of other labels."""
     values = table[column].combine_chunks()
     if pa.types.is_boolean(values.type) or pa.types.is_floating(values.type):
-        with suppress(pa.ArrowException):  # 0.0 and 1.0, where another row has no label
+        with suppress(pa.ArrowException):  # 0.0 and 1.0, if some rows have no label
             values = values.cast(pa.int64())
     if class_names and is_text(values.type):
         names = [name.strip() for name in class_names]
@@ -463,7 +461,7 @@ def class_numbers(
         rule = "must be one of data.names, got another label"
     elif not pa.types.is_integer(values.type):
         hint = "" if class_names else "; a label in words needs data.names, the classes in order"
-        raise file.error(f"must be whole numbers, got {values.type}{hint}", column=column)
+        raise file.error(f"must be integers, got {values.type}{hint}", column=column)
     else:
         rule = f"must be 0 to {classes - 1} (data.classes is {classes}), got another label"
     outside = pc.or_(pc.less(values, 0), pc.greater_equal(values, classes))
@@ -479,11 +477,11 @@ def class_numbers(
 def _numbers(
     table: pa.Table, file: TableFile, first_row: int, columns: Columns, count: int
 ) -> np.ndarray:
-    """Return targets that are no classes, float32 (rows, count)."""
+    """Return targets that are not classes, float32 (rows, count)."""
     column = columns.label
     found = numbers_of(table[column].combine_chunks(), file, first_row, column)
     if found.shape[1] != count:
-        rule = f"must hold {count} numbers for each record (data.classes says how many)"
+        rule = f"must have {count} numbers per record, as data.classes says"
         raise file.error(rule, row=first_row, column=column)
     fits = np.isfinite(found) if columns.targets == "number" else (found == 0) | (found == 1)
     if not fits.all():
@@ -496,7 +494,7 @@ def _numbers(
 def _inputs(
     table: pa.Table, file: TableFile, first_row: int, columns: Columns
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the inputs of some rows, and what identifies their records."""
+    """Return the inputs of some rows, and the values that identify their records."""
     if columns.features:
         rules = dict(columns.preprocessing)
         return preprocess(table, columns.features, rules, file, first_row)
@@ -512,14 +510,14 @@ def _rules(columns: Columns) -> dict[str, Any]:
 
 
 def _encoding(columns: Columns) -> str:
-    """Return what inputs depend on beside the records that hashes name; "" for inputs as stored."""
+    """Return what inputs depend on besides the hashed records; "" for inputs as stored."""
     if columns.text is not None:
         return json.dumps(columns.text.content_description)
     return json.dumps({"preprocessing": _rules(columns)}) if columns.preprocessing else ""
 
 
 def _shape_and_dtype(record: np.ndarray) -> str:
-    """What all records of a data set have in common: "shape (1, 28, 28), uint8"."""
+    """Return the shape and type of a record in words: "shape (1, 28, 28), uint8"."""
     return f"shape {record.shape}, {record.dtype}"
 
 
@@ -529,22 +527,22 @@ def _other_kind(before: Any, rows: Any) -> str:
 
 
 def image_bytes(values: pa.Array, file: TableFile, column: str) -> pa.Array:
-    """The encoded pictures of an image column. Raises UserError when it is none."""
+    """Return the encoded images of a column. Raises UserError for other columns."""
     if pa.types.is_struct(values.type) and values.type.get_field_index("bytes") >= 0:
         values = values.field("bytes")
     if not (pa.types.is_binary(values.type) or pa.types.is_large_binary(values.type)):
-        raise file.error(f"must be pictures as bytes, got {values.type}", None, column)
+        raise file.error(f"must be images as bytes, got {values.type}", None, column)
     return values
 
 
 def decode_row(raw: bytes | None, file: TableFile, row: int, column: str = "image") -> np.ndarray:
-    """Return the pixels of a row's picture. Raises UserError naming the row."""
+    """Return the pixels of a row's image. Raises UserError naming the row."""
     if raw is None:
         raise file.error("must have an image, got none", row, column)
     try:
         return decode_picture(raw)
     except InexactImage as error:
-        rule = f"the image cannot be taken as it is: {error}"
+        rule = f"the image cannot be decoded exactly: {error}"
     except ValueError as error:
         rule = f"the image cannot be decoded: {error_text(error)}"
     raise file.error(rule, row=row)

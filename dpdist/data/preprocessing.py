@@ -1,4 +1,4 @@
-"""Turn raw columns into inputs by public constants: one function for files, tables and answers."""
+"""Convert raw columns to inputs by public constants, for files, tables and predictions."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def preprocess(
     file: TableFile,
     first_row: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the inputs of some rows, and what identifies their records, float32 (rows, numbers).
+    """Return the inputs of some rows, and values that identify their records: float32 (rows, n).
 
-    Guarantee: a row of both follows from that row and the rules alone. Without a rule, a column is
-    numbers, and both are these.
+    Guarantee: a row of both depends only on that row and the rules. For a column of numbers without
+    a rule, both are the numbers.
 
     Args:
         table: the rows.
-        columns: that are read, in order.
-        rules: by column.
-        file: of the rows, for complaints.
-        first_row: number of the first of them.
+        columns: names of the columns to read, in order.
+        rules: preprocessing by column.
+        file: source of the rows, for error messages.
+        first_row: number of the first row.
 
     Raises:
-        UserError: a cell does not fit its column's rule, by row and column.
+        UserError: a cell breaks its column's rule; the message names row and column.
     """
     found = []
     for name in columns:
@@ -59,22 +59,22 @@ def preprocess(
 
 
 def numbers_of(values: pa.Array, file: TableFile, first_row: int, name: str) -> np.ndarray:
-    """Return a column of numbers or truth values, or of lists of as many, as float32.
+    """Return a column of numbers, booleans or lists of one length as float32 (rows, numbers).
 
-    Its shape is (rows, numbers); what is missing is NaN.
+    Missing values are NaN.
     """
     rows = len(values)
     if is_list(values.type):
         lengths = pc.fill_null(pc.list_value_length(values), -1)
         if len(lengths.unique()) != 1 or lengths[0].as_py() < 0:
-            raise file.error("must hold lists of one length", row=first_row, column=name)
+            raise file.error("must have lists of one length", row=first_row, column=name)
         values = values.flatten()
     kind = values.type
     if pa.types.is_null(kind):  # a column of empty cells
         return np.full((rows, 1), np.nan, np.float32)
     if not (pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
-        raise file.error(f"must hold numbers, or lists of numbers, got {kind}", column=name)
-    with np.errstate(over="ignore"):  # refused where it is used
+        raise file.error(f"must be numbers, or lists of numbers, got {kind}", column=name)
+    with np.errstate(over="ignore"):  # infinite values raise an error where they are used
         found = values.to_numpy(zero_copy_only=False).astype(np.float32)
     return found.reshape(rows, -1)
 
@@ -82,14 +82,14 @@ def numbers_of(values: pa.Array, file: TableFile, first_row: int, name: str) -> 
 def _numbers(
     values: pa.Array, rule: ColumnPreprocessing, file: TableFile, first_row: int, name: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return a column as numbers, and as they were before they were filled in and scaled."""
+    """Return a column as filled and scaled numbers, and as the original ones."""
     if rule.date is not None:
         raw = _dates(values, rule, file, first_row, name)
     else:
         if is_text(values.type):
             key = f"data.columns.preprocessing.{name}"
             hint = f"; words need {key}.categories, dates in words {key}.date"
-            raise file.error(f"must hold numbers, got {values.type}{hint}", column=name)
+            raise file.error(f"must be numbers, got {values.type}{hint}", column=name)
         raw = numbers_of(values, file, first_row, name)
     absent = np.isnan(raw)
     fits = np.isfinite(raw) | (absent if rule.missing is not None else False)
@@ -97,12 +97,13 @@ def _numbers(
         fits &= absent | (raw > -1)
     if len(bad := np.flatnonzero(~fits.all(axis=1))):
         row = int(bad[0])
-        said = "must be finite as float32, is missing or is not"
-        if not absent[row].any() and np.isfinite(raw[row]).all():
-            said = "must be above -1 with log1p"
-        hint = f"; data.columns.preprocessing.{name}.missing fills in a constant"
-        hint = hint if absent[row].any() else ""
-        raise file.error(said + hint, first_row + row, name)
+        rule_text = "must be finite as float32"
+        if absent[row].any():
+            hint = f"data.columns.preprocessing.{name}.missing fills in a constant"
+            rule_text = f"must have a value, got none; {hint}"
+        elif np.isfinite(raw[row]).all():
+            rule_text = "must be above -1 with log1p"
+        raise file.error(rule_text, first_row + row, name)
     if rule == _AS_IT_IS:
         return raw, raw
     found = raw.astype(np.float64)
@@ -122,10 +123,7 @@ def _numbers(
 def _dates(
     values: pa.Array, rule: ColumnPreprocessing, file: TableFile, first_row: int, name: str
 ) -> np.ndarray:
-    """Return dates as numbers from their origin, NaN where there is none.
-
-    A time without a zone is in UTC.
-    """
+    """Return dates as numbers since their origin, NaN if missing. Times without a zone are UTC."""
     assert rule.date is not None
     if is_text(values.type):
         moments = []
@@ -140,7 +138,7 @@ def _dates(
     if pa.types.is_null(kind):
         return np.full((len(values), 1), np.nan, np.float32)
     if not (pa.types.is_date(kind) or pa.types.is_timestamp(kind)):
-        raise file.error(f"must hold dates, got {kind}", column=name)
+        raise file.error(f"must be dates, got {kind}", column=name)
     zone = kind.tz if pa.types.is_timestamp(kind) else None
     counted = values.cast(pa.timestamp("us", zone), safe=False).cast(pa.int64())
     since = counted.fill_null(0).to_numpy() - _moment(rule.date.origin).timestamp() * 1e6
@@ -163,7 +161,7 @@ def _categories(
     words = coded.dictionary.to_pylist()
     gone = {"", *file.missing_words} - set(listed)
     other, places = len(listed), {word: place for place, word in enumerate(listed)}
-    # The last place of each is that of a missing cell.
+    # The last entry of each is that of a missing cell.
     codes = np.array([-1 if w in gone else places.get(w, other) for w in words] + [-1])
     digests = [
         [-1.0] * 8 if w in gone else list(hashlib.blake2b(w.encode(), digest_size=8).digest())
@@ -192,7 +190,7 @@ def _categories(
 def _text(
     values: pa.Array, rule: ColumnPreprocessing, file: TableFile, first_row: int, name: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return texts as counts of words at the places of their hashes, and hashes of the texts.
+    """Return texts as counts of words by hash, and hashes of the texts.
 
     Source: Weinberger et al. (2009), "Feature hashing for large scale multitask learning".
     """
@@ -214,13 +212,13 @@ def _text(
 
 
 def _words(values: pa.Array, file: TableFile, name: str) -> pa.Array:
-    """Return a column as words without blanks around them; whole numbers as such."""
+    """Return a column as words without blanks around them; 1.0 becomes "1"."""
     kind = values.type
     if pa.types.is_dictionary(kind):
         values = values.cast(kind.value_type)
         kind = values.type
     if pa.types.is_nested(kind) or pa.types.is_binary(kind):
-        raise file.error(f"must hold one word or number per record, got {kind}", column=name)
+        raise file.error(f"must have one word or number per record, got {kind}", column=name)
     if pa.types.is_floating(kind):
         found = [None if v is None or v != v else word_of(v) for v in values.to_pylist()]
         return pa.array(found, pa.string())
@@ -228,10 +226,10 @@ def _words(values: pa.Array, file: TableFile, name: str) -> pa.Array:
 
 
 class Sequences(NamedTuple):
-    """Records of one person each, from several rows a person.
+    """Records of one person each, from several rows per person.
 
     Attributes:
-        inputs: float32 (persons, length, inputs + 1). A person's last rows, the latest last, behind
+        inputs: float32 (persons, length, inputs + 1). A person's last rows, the latest last, after
             rows of zeros if there are fewer; the last input is 1 for a row and 0 for padding.
         targets: the target of each person's last row, (persons,); None without a target column.
         persons: the persons, in the order of the records.
@@ -243,10 +241,10 @@ class Sequences(NamedTuple):
 
 
 class Preprocessing:
-    """Turn raw columns into a model's inputs by public constants, each record by itself.
+    """Convert raw columns to a model's inputs by public constants, each record by itself.
 
-    Guarantee: a row of `transform` follows from that record and the constants alone, so that one
-    record changes no other one's inputs, as differential privacy needs. It cannot be fitted.
+    Guarantee: a row of `transform` depends only on that record and the constants, so that one
+    record changes no other one's inputs, as differential privacy requires. It cannot be fitted.
 
     Args:
         columns: by name, in the order of the inputs, the rules of
@@ -254,7 +252,7 @@ class Preprocessing:
             text, drop; {} for numbers as they are. Other columns of a table are not read.
 
     Raises:
-        UserError: a rule is none.
+        UserError: a rule is invalid.
 
     Source: clipping and encoding by constants that are chosen without the records, as section 5.3
     of Ponomareva et al. (2023) advises, https://arxiv.org/abs/2303.00654.
@@ -272,12 +270,12 @@ class Preprocessing:
         self._rules = {name: rule for name, rule in rules.items() if not rule.drop}
 
     def fit(self, *records: Any, **more: Any) -> NoReturn:
-        """Raise UserError: nothing is learned from records."""
+        """Raise UserError: constants must not be fitted to records."""
         raise UserError(
-            "Preprocessing.fit: must not be called: means, ranges and categories that are fitted "
-            "on private records let one record change the inputs of all others, which no epsilon "
-            "covers; give constants that are public knowledge, or that you computed from public "
-            "rows alone, and call transform",
+            "Preprocessing.fit: must not be called: means, ranges and categories fitted to private "
+            "records let one record change the inputs of all others, which epsilon does not cover; "
+            "give constants that are public knowledge, or computed only from public rows, and call "
+            "transform",
             see="how-to/preprocessing.md#preprocessing-by-public-constants",
         )
 
@@ -291,8 +289,8 @@ class Preprocessing:
                 CSV or JSONL file.
 
         Raises:
-            UserError: a column is missing, or a cell does not fit its rule, by row and column and
-                without its value.
+            UserError: a column is missing, or a cell breaks its rule; the message names row and
+                column, never the value.
         """
         return self.transform_file(as_table_file(data))
 
@@ -304,27 +302,27 @@ class Preprocessing:
             for first, table in file.rows(names)
         ]
         if not parts:
-            raise file.error("must hold one record at least, got no records")
+            raise file.error("must have at least one record, got none")
         return np.concatenate(parts)
 
     def sequences(
         self, data: Any, *, person: str, order: str, length: int, target: str | None = None
     ) -> Sequences:
-        """Return one record per person from a table of several rows a person, such as visits.
+        """Return one record per person from a table of several rows per person, such as visits.
 
-        Guarantee: a record follows from the rows of its person and the constants alone, so that one
+        Guarantee: a record depends only on the rows of its person and the constants, so that one
         record is one person, and the unit of privacy can stay one record.
 
         Args:
             data: as in `transform`.
-            person: column that says whom a row belongs to.
+            person: name of the column of persons.
             order: column of numbers, dates or ISO dates as text by which a person's rows are
-                sorted; rows that are equal there stay in the table's order.
-            length: number of rows that are read of a person, the last ones; a public constant.
+                sorted; rows with equal values stay in the table's order.
+            length: number of a person's last rows to read; a public constant.
             target: column of the person's class or number, which is read from the last row.
 
         Raises:
-            UserError: as `transform` does, or a row has no person or no order.
+            UserError: as `transform`, or a row has no person or no order.
 
         Example:
             >>> import dpdist
@@ -373,13 +371,13 @@ class Preprocessing:
         return found
 
     def get_feature_names_out(self, input_features: Any = None) -> np.ndarray:
-        """Return the names of the inputs, as scikit-learn asks for them; lists count once."""
+        """Return the names of the inputs, as in scikit-learn; a list counts as one input."""
         names = [each for name, rule in self._rules.items() for each in rule.names(name)]
         return np.array(names, dtype=object)
 
 
 def checked_rule(name: str, rule: Any) -> ColumnPreprocessing:
-    """Return the rule of a column. Raises UserError, by key, for what is none."""
+    """Return the rule of a column. Raises UserError, by key, for an invalid one."""
     try:
         return ColumnPreprocessing.model_validate(rule)
     except ValidationError as error:
@@ -410,8 +408,8 @@ def as_table_file(data: Any) -> TableFile:
         for name in data:  # a dict, or a DataFrame
             try:
                 columns[str(name)] = pa.table({str(name): data[name]})[0]
-            except (pa.ArrowException, TypeError, ValueError) as error:  # whose text has the value
-                rule = "must hold values of one type"
+            except (pa.ArrowException, TypeError, ValueError) as error:  # its text quotes a value
+                rule = "must have values of one type"
                 raise data_error("data", rule, column=str(name), cause=error) from None
         data = pa.table(columns)
     return _GivenTable(data)

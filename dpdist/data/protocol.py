@@ -1,12 +1,12 @@
-"""The protocol of data: the calls by which every training reads its records.
+"""The protocol of data: the methods by which every training reads its records.
 
-`dpdist.data.adapters.as_records` makes such records of arrays, tables, data sets and loaders.
+`dpdist.data.adapters.as_records` converts arrays, tables, data sets and loaders.
 
-A record's draw, its unit and its place never depend on another record, and positions stay the
-same for a whole run: a step's sample is a set of positions, drawn under the run key. So a sampler
-or a shuffled loader, which orders, weights or batches records elsewhere, is replaced, and named.
+A record's augmentation, unit and position never depend on another record, and positions stay the
+same for a whole run: a step samples positions by the run key. So a sampler or a shuffled loader,
+which orders, weights or batches records itself, is replaced, and `replaced` names it.
 
-No text of an error holds a record's value: it names fields, types, shapes and positions.
+Error messages name fields, types, shapes and positions, never a record's value.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+import secrets
 import struct
 import sysconfig
 import warnings
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dpdist.core.errors import UserError
 from dpdist.data.record_hashes import as_array, digests_of_rows, place_of_name
 
 if TYPE_CHECKING:
@@ -36,9 +38,10 @@ if TYPE_CHECKING:
     # One tensor, or several that belong to the same records: each has them on dimension 0.
     Batch = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
-_CHUNK = 1024  # records fingerprinted at once
-UNITS = 2**20  # of a score's value: multiples of 1 / UNITS add up without rounding
-INPUTS, TARGETS = "inputs", "targets"  # names of fields where the data give none
+_CHUNK = 1024  # records read at once
+UNITS = 2**20  # a score's value is a multiple of 1 / UNITS, so that sums are exact
+INPUTS, TARGETS = "inputs", "targets"  # names of fields without a name of their own
+_KEY_BYTES = 32
 
 
 class Records(ABC):
@@ -143,8 +146,8 @@ class Records(ABC):
     def keyed_fingerprint(self, key: bytes) -> str:
         """Return a fingerprint of all records, in order, before random transforms.
 
-        It is a MAC, never a plain hash: without the key, an attacker cannot test a guess of the
-        records against it. It is kept in private/ nevertheless.
+        It is a MAC, not a plain hash: without the key, an attacker cannot test a guess of the
+        records. It is kept in private/ nevertheless.
 
         Args:
             key: 16 to 64 secret bytes, used for nothing else.
@@ -152,9 +155,13 @@ class Records(ABC):
         Returns:
             A str of 32 hex digits.
         """
-        starts = range(0, len(self), _CHUNK)
-        rows = (np.arange(start, min(start + _CHUNK, len(self))) for start in starts)
-        return fingerprint_of(key, self, ((self.batch(some), self.targets(some)) for some in rows))
+        return fingerprint_of(
+            key, self, ((self.batch(rows), self.targets(rows)) for rows in chunks_of(self))
+        )
+
+    def _checked_targets(self) -> Iterator[Tensor]:
+        """Yield tensors of targets whose least and largest value are those of all records."""
+        yield from map(self.targets, chunks_of(self))
 
     def input_macs(self, key: bytes) -> Iterator[tuple[bytes, ...]]:
         """Yield MACs of each record's input, so that equal inputs of two data sets can be found.
@@ -168,11 +175,10 @@ class Records(ABC):
             For each record, in order, a tuple of at least one MAC (bytes). Two records count as the
             same if their tuples share one.
         """
-        for start in range(0, len(self), _CHUNK):
-            count = min(_CHUNK, len(self) - start)
-            named = fields_of(self.batch(np.arange(start, start + count)))
+        for rows in chunks_of(self):
+            named = fields_of(self.batch(rows))
             columns = [as_array(named[name]) for name in sorted(named, key=place_of_name)]
-            yield from map(tuple, digests_of_rows(key, list(columns), count))
+            yield from map(tuple, digests_of_rows(key, list(columns), len(rows)))
 
     def examples(self, count: int) -> tuple[Batch, Tensor]:
         """Return invented examples with the shapes, types and declared ranges of these records.
@@ -190,11 +196,18 @@ class Records(ABC):
         return invented_like(self.batch(few), self.targets(few), count)
 
 
-def warn_if_standardized(inputs: np.ndarray, name: str) -> None:
-    """Warn the operator of columns that look scaled by the mean and spread of these records.
+def chunks_of(records: Records) -> Iterator[np.ndarray]:
+    """Yield all positions in order, at most 1,024 at a time."""
+    for start in range(0, len(records), _CHUNK):
+        yield np.arange(start, min(start + _CHUNK, len(records)))
 
-    inputs: (N, columns) of numbers that no public range scaled; anything else passes. One record
-    moves such a mean, and with it every row: no epsilon speaks of that.
+
+def warn_if_standardized(inputs: np.ndarray, name: str) -> None:
+    """Warn of columns that look scaled by the mean and standard deviation of these records.
+
+    One record moves such a mean, and so every row, which epsilon does not cover.
+
+    inputs: (N, columns) of numbers that are not scaled by a public range.
     """
     if inputs.ndim != 2 or inputs.dtype.kind != "f" or len(inputs) < _FEWEST_ROWS:
         return
@@ -212,14 +225,71 @@ def warn_if_standardized(inputs: np.ndarray, name: str) -> None:
 _FEWEST_ROWS, _NO_MEAN, _UNIT_SPREAD = 20, 1e-4, 0.03
 
 
+# --- checks of targets ------------------------------------------------------------------------
+
+
+def check_targets(records: Records, loss: str, outputs: int) -> None:
+    """Raise UserError for targets that a named loss cannot use.
+
+    Required are targets, and for cross-entropy integers below `outputs`: torch's own error would
+    quote the value.
+    """
+    if not records.has_targets:
+        raise UserError(
+            f"{records.name}: must have targets for the loss {loss}, got only inputs; give (X, y), "
+            "as_records(..., target=FIELD), or a loss function of your own"
+        )
+    if loss == "cross-entropy":
+        if records.examples(1)[1].is_floating_point():
+            raise UserError(
+                f"{records.name}: targets must be integers for the loss cross-entropy, got floats; "
+                "number the classes from 0 (y.long(), or y.argmax(1) of one-hot rows)"
+            )
+        check_classes(records, outputs)
+
+
+def check_labels(target: Tensor, classes: int | None, name: str) -> None:
+    """Raise UserError for integer targets outside 0..classes-1.
+
+    If a record has many targets, negative ones mark positions without a target.
+    """
+    if classes is None or target.is_floating_point() or not target.numel():
+        return
+    if int(target.max()) >= classes or (target.dim() == 1 and int(target.min()) < 0):
+        raise UserError(
+            f"{name}: targets must be 0 to {classes - 1} ({classes} classes), got others; number "
+            "the classes from 0, or give their number"
+        ) from None
+
+
+def check_classes(records: Records, classes: int) -> None:
+    """Raise UserError for a target outside 0..classes-1, which torch's own error would quote."""
+    for targets in records._checked_targets():
+        check_labels(targets, classes, records.name)
+
+
+def check_one_class_each(records: Records, classes: int | None = None) -> None:
+    """Raise UserError unless each record has one class, by which it can be sampled.
+
+    classes: bound of all targets; None does not check them.
+    """
+    targets = records.examples(2)[1]
+    if not records.has_targets or targets.is_floating_point() or targets.dim() != 1:
+        raise UserError(
+            "class_sampling: must be left out unless the target of each record is one class, (B,)"
+        )
+    if classes is not None:
+        check_classes(records, classes)
+
+
 # --- records of users ------------------------------------------------------------------------
 
 
 class Users:
-    """Hold which records belong to which user, and draw the records that count in a step.
+    """Map users to their records, and sample the records that count in a step.
 
-    Guarantee: the records drawn of one user depend on the key, on the user's own position and on
-    its own records alone, so that a user that comes or goes changes no other one's records.
+    Guarantee: the records sampled of a user depend only on the key, the user's position and its own
+    records, so that adding or removing a user does not change those of others.
 
     Args:
         codes: (N,) int64, the user of each record; users are numbered 0, 1, ... in the order in
@@ -259,24 +329,24 @@ class Users:
     def sum_of_means(self, values: np.ndarray) -> float:
         """Return the sum over users of the mean of their records' values (N,), each in [0, 1].
 
-        Guarantee: a user that comes or goes changes it by at most 1, exactly, whatever number of
-        records it has.
+        Guarantee: adding or removing a user changes it by at most 1, exactly, however many records
+        it has.
         """
         means = [mean_units(values[self.records_of(user)]) for user in range(len(self))]
         return sum(means) / UNITS
 
     def draw(self, indices: np.ndarray, key: bytes) -> tuple[np.ndarray, np.ndarray]:
-        """Draw the records of some users that count in the step of a key.
+        """Return the records of some users that count in the step of a key.
 
-        Of a user of more than `max_records` a uniformly random subset of that size counts.
+        If a user has more than `max_records`, a uniformly random subset of that size counts.
 
         Args:
             indices: (B,) users.
             key: 32 secret bytes of the step.
 
         Returns:
-            Positions (B, max_records) of records, and which of these places are filled, bool
-            (B, max_records); an empty place repeats the user's first record that counts.
+            Positions (B, max_records) of records, and a mask of those that count, bool
+            (B, max_records); the others repeat the user's first record that counts.
         """
         positions = np.empty((len(indices), self.max_records), dtype=np.int64)
         present = np.zeros(positions.shape, dtype=bool)
@@ -294,30 +364,30 @@ class Users:
 
 
 def mean_units(values: Sequence[float]) -> int:
-    """Return the mean of one unit's values, each cut to [0, 1], in whole units of 1 / `UNITS`.
+    """Return the mean of one unit's values, each cut to [0, 1], in multiples of 1 / `UNITS`.
 
-    A unit is a record with its one value, or a user with those of all its records: either adds
-    0 to `UNITS` to a sum, whatever number of records it has.
+    A unit is a record with its one value, or a user with the values of all its records: either adds
+    0 to `UNITS` to a sum.
     """
     units = [math.floor(bounded(value) * UNITS) for value in values]
     return sum(units) // len(units)
 
 
 def bounded(value: float) -> float:
-    """Return a value within [0, 1]; 0 for what is no number."""
+    """Return a value cut to [0, 1]; 0 for NaN."""
     return 0.0 if math.isnan(value) else min(max(value, 0.0), 1.0)
 
 
 class UserRecords(Records):
-    """Hold records as users: position i is the i-th user, and a batch has several records each.
+    """Records by user: position i is the i-th user, and a batch has several records of each.
 
-    Guarantee: its length, and so every sampling rate and divisor made of it, counts users. What
-    `batch` returns of one user depends on its own records and the step's key alone.
+    Guarantee: its length, and so every sampling rate and divisor computed from it, counts users.
+    What `batch` returns of a user depends only on its own records and the step's key.
 
     Args:
-        records: the records themselves.
-        users: whom they belong to.
-        step_key: key of the step whose records are seen; `for_step` sets it.
+        records: the single records.
+        users: the users that they belong to.
+        step_key: key of the step, which `for_step` sets.
 
     Example:
         >>> import torch, dpdist
@@ -338,16 +408,15 @@ class UserRecords(Records):
         return len(self.users)
 
     def members(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return positions of the records that count in this step, and which places are filled.
+        """Return positions and mask of the records that count in this step, as `Users.draw`.
 
-        Both are (B, max_records), as `Users.draw` makes them. Those of the users that were asked
-        for last are kept: a step asks for inputs, targets and places of the same ones.
+        Those of the last call are kept: a step reads inputs, targets and mask of the same users.
         """
-        last = self._drawn  # read once: another thread may ask for other users
+        last = self._drawn  # read once: a second thread may read other users
         if last is None or not np.array_equal(last[0], indices):
             last = self._drawn = np.array(indices), self.users.draw(indices, self._step_key)
         positions, present = last[1]
-        return positions.copy(), present.copy()  # nobody's writes reach the next one
+        return positions.copy(), present.copy()  # a caller's writes must not reach the next one
 
     def batch(self, indices: np.ndarray | slice) -> Batch:
         """Return the inputs of the users' records in this step: (B, max_records, ...) each."""
@@ -360,7 +429,7 @@ class UserRecords(Records):
         return wanted
 
     def for_step(self, key: bytes) -> UserRecords:
-        """Return the users with the records that the key draws of them."""
+        """Return the users with the records that the key samples."""
         return UserRecords(self.records.for_step(key), self.users, key)
 
     def keyed_fingerprint(self, key: bytes) -> str:
@@ -371,24 +440,52 @@ class UserRecords(Records):
         return mac.hexdigest()
 
     def examples(self, count: int) -> tuple[Batch, Tensor]:
-        """Invent examples of single records."""
+        """Return invented examples of single records."""
         return self.records.examples(count)
 
 
 def _by_user(read: Callable[[np.ndarray], Any], positions: np.ndarray) -> Any:
-    """Read records at positions (B, K): tensors (B * K, ...) become (B, K, ...)."""
+    """Return what `read` returns at positions (B, K): tensors (B * K, ...) become (B, K, ...)."""
     found = read(positions.reshape(-1))
     return map_fields(lambda each: each.reshape(*positions.shape, *each.shape[1:]), found)
 
 
 def map_fields(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """Return a batch of the same kind with the function's result for each tensor."""
+    """Return a batch of the same form with the function applied to each tensor."""
     if isinstance(batch, dict):
         return {name: function(each) for name, each in batch.items()}
     return tuple(map(function, batch)) if isinstance(batch, tuple) else function(batch)
 
 
-# --- fingerprints and seeds -------------------------------------------------------------------
+# --- records in common ------------------------------------------------------------------------
+
+
+def single_records(records: Records) -> Records:
+    """Return the single records of `UserRecords`, and other records as they are."""
+    return records.records if isinstance(records, UserRecords) else records
+
+
+def count_common(some: Any, others: Any) -> int:
+    """Return how many of some records have an input that is among those of others.
+
+    Inputs are compared before random transforms, whatever their types, layouts and containers
+    (`dpdist.data.record_hashes`), and whatever their targets.
+
+    Guarantee: the compared digests use a key that is not kept.
+
+    Args:
+        some: `Records`, or a data set or file whose records' `hashes` are stored.
+        others: the same.
+    """
+    stored = [getattr(each, "hashes", None) for each in (some, others)]
+    if stored[0] is not None and stored[1] is not None:
+        return int(np.isin(stored[0], stored[1]).sum())
+    key = secrets.token_bytes(_KEY_BYTES)
+    known = {mac for macs in single_records(others).input_macs(key) for mac in macs}
+    return sum(not known.isdisjoint(macs) for macs in single_records(some).input_macs(key))
+
+
+# --- fingerprints -----------------------------------------------------------------------------
 
 
 def _mac(key: bytes) -> hashlib.blake2b:
@@ -398,7 +495,7 @@ def _mac(key: bytes) -> hashlib.blake2b:
 
 
 def fingerprint_of(key: bytes, records: Records, items: Iterable[Any]) -> str:
-    """Return the keyed fingerprint of items that stand for records, and of whose these are."""
+    """Return the keyed fingerprint of items that represent records, and of the records' units."""
     mac = _mac(key)
     for item in chain(items, map(records.unit_id, range(len(records)))):
         for part in canonical(item):
@@ -414,11 +511,11 @@ def seed_of(key: bytes, index: int) -> bytes:
 
 
 def canonical(value: Any) -> Iterator[bytes]:
-    """Yield a value as bytes, of which no other value of another type, shape or order has the same.
+    """Yield a value as bytes that differ for every value of a different type, shape or order.
 
     Raises:
-        TypeError: it holds something else than numbers, arrays, tensors, pictures, text, bytes and
-            lists, tuples and dicts of them.
+        TypeError: it has parts other than numbers, arrays, tensors, images, text, bytes and lists,
+            tuples and dicts of them.
     """
     if hasattr(value, "detach"):  # a tensor
         import torch
@@ -489,14 +586,14 @@ def kept_generators(own: Sequence[Any] = ()) -> Iterator[None]:
 def seed_generators(seed: bytes, own: Iterable[Any] = ()) -> None:
     """Seed the generators of torch (CPU), numpy and random, and others, with 32 bytes.
 
-    One that went on from record to record would give each record other draws for one record less
-    before it. What is drawn from the operating system or a clock depends on no record, but cannot
-    be repeated: a replayed step then has another sum, which the ledger never gives the noise that
-    was announced.
+    A generator that continued from record to record would make a record's augmentation depend on
+    the number of records before it. Random numbers of the operating system or a clock depend on no
+    record but cannot be repeated: a replayed step then has a different sum, which the ledger never
+    gives the announced noise.
 
     Args:
         seed: 32 bytes.
-        own: what `find_generators` found; each gets a seed of its own.
+        own: the generators that `find_generators` returned; each gets a separate seed.
     """
     import torch
 
@@ -541,17 +638,17 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def find_generators(*roots: Any) -> list[Any]:
-    """Return the generators of random numbers that these hold, in an order that follows from them.
+    """Return the random generators reachable from these objects, in a reproducible order.
 
-    Looked at are attributes, items of containers, closures, and what the functions of a user's own
-    code name in their modules. One that a library keeps to itself is not found. No code of theirs
-    is run: an object that makes its attributes when asked for them is not asked.
+    Searched are attributes, items of containers, closures, and the globals that functions of a
+    user's code name. A generator inside a library is not found. No code is run: attributes that are
+    computed on access are not read.
     """
     import torch
 
     kinds = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState)
     opaque = (str, bytes, int, float, complex, type(None), np.ndarray, torch.Tensor, ModuleType)
-    found, seen, waiting = [], dict[int, Any](), deque(roots)  # kept: a number stays its own
+    found, seen, waiting = [], dict[int, Any](), deque(roots)  # kept alive: an id stays unique
     while waiting and len(seen) < _MOST_LOOKED_AT:
         each = waiting.popleft()
         if isinstance(each, opaque) or id(each) in seen:
@@ -565,7 +662,7 @@ def find_generators(*roots: Any) -> list[Any]:
 
 
 def _held_by(value: Any) -> Iterator[Any]:
-    """Yield what a value holds, as far as it is looked at."""
+    """Yield the values that `find_generators` searches next."""
     if isinstance(value, partial):
         yield from (value.func, value.args, value.keywords)
     elif isinstance(value, MethodType):
@@ -573,7 +670,7 @@ def _held_by(value: Any) -> Iterator[Any]:
     elif isinstance(value, FunctionType):
         yield from (value.__defaults__, value.__kwdefaults__, value.__dict__)
         for cell in value.__closure__ or ():
-            with suppress(ValueError):  # not filled yet
+            with suppress(ValueError):  # an empty cell
                 yield cell.cell_contents
         if not value.__code__.co_filename.startswith(_LIBRARIES):
             yield from (value.__globals__.get(name) for name in _names_in(value.__code__))
@@ -588,7 +685,7 @@ def _held_by(value: Any) -> Iterator[Any]:
 
 
 def _held_by_an_object(value: Any) -> Iterator[Any]:
-    """Yield an object's items, attributes and classes, and whose method it is."""
+    """Yield an object's items, attributes and classes, and the object of a bound method."""
     for kind, items in _CONTAINERS.items():
         if isinstance(value, kind):
             yield from islice(items(value), _MOST_HELD)
@@ -601,19 +698,19 @@ def _held_by_an_object(value: Any) -> Iterator[Any]:
             yield kind
             for slot in vars(kind).values():
                 if isinstance(slot, MemberDescriptorType):
-                    with suppress(AttributeError):  # not filled yet
+                    with suppress(AttributeError):  # an empty slot
                         yield slot.__get__(value)
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    """Yield the names that a function's code, and functions in it, look up in its module."""
+    """Yield the global names that a function's code, and functions in it, look up."""
     yield from code.co_names
     for each in code.co_consts:
         if isinstance(each, CodeType):
             yield from _names_in(each)
 
 
-# --- examples that hold no record ---------------------------------------------------------------
+# --- invented examples --------------------------------------------------------------------------
 
 
 def fields_of(batch: Any) -> dict[str, Tensor]:
@@ -631,13 +728,14 @@ def invented_like(
     count: int,
     ranges: Mapping[str, int | tuple[float, float]] | None = None,
 ) -> tuple[Any, Tensor]:
-    """Invent examples of the shapes and types of these, whose values are never looked at.
+    """Return invented examples with the shapes and types of these, whose values are not read.
 
     Args:
-        inputs: a batch of any number of records; targets: theirs.
-        count: how many to invent.
-        ranges: by field: n for whole numbers 0..n-1, (low, high) for others. Whole numbers without
-            one are 0 or 1; other numbers lie in [0, 1), for a quarter of the examples far away.
+        inputs: a batch of any number of records.
+        targets: their targets.
+        count: number of examples.
+        ranges: by field: n for integers 0..n-1, (low, high) for others. Without a range integers
+            are 0 or 1, and other numbers in [0, 1), or far away for a quarter of the examples.
     """
     import torch
 

@@ -1,8 +1,7 @@
-"""Know public ranges of common clinical and census columns, by the names of columns alone.
+"""Public ranges of common clinical and census columns, by the names of columns.
 
-Ranges are limits of scales, top codes of surveys, and wide limits of adult physiology. None was
-read from private records. A value beyond is cut, so a range that is too narrow costs accuracy, no
-privacy.
+Ranges are limits of scales, top codes of surveys, and wide limits of adult physiology, and do not
+come from private records. Values beyond are cut, so a narrow range costs accuracy, not privacy.
 """
 
 from __future__ import annotations
@@ -20,9 +19,10 @@ WIDE = "wide limits of adults, chosen here"
 
 
 class PublicRange(NamedTuple):
-    """What anybody knows of a column. names: without case, blanks and signs.
+    """A public range of a column. names: in lower case, without blanks and signs.
 
-    typical: an ordinary adult's value, which a missing cell becomes. log1p: of wide amounts.
+    typical: an ordinary adult's value, which replaces a missing cell. log1p: whether to take
+    log(1 + x), for amounts of several orders of magnitude.
     """
 
     names: str
@@ -100,5 +100,5 @@ _BY_NAME = {name: each for each in PUBLIC_RANGES for name in each.names.split()}
 
 
 def public_range(column: str) -> PublicRange | None:
-    """Return what anybody knows of a column, by its whole name; None for others."""
+    """Return the public range of a column, by its whole name, or None."""
     return _BY_NAME.get(re.sub(r"[^a-z0-9]", "", column.lower()))

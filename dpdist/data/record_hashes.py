@@ -1,10 +1,11 @@
 """Hashes that identify records.
 
-A record is identified by a hash of its input as a model sees it, without its label; a text by a
-hash of the whole document, whatever reads it. The same picture stored as 8 or as 16 bits, under
-another label or in another row is the same record; one changed pixel or letter makes another one,
-which no comparison finds. Data sets in Python are compared by `digests_of_input`, which also sees
-through types, layouts and containers; `dpdist.data.overlap` is the one comparison.
+A record is identified by a hash of its model input, without its label; a text by a hash of the
+whole document. The same image stored with 8 or 16 bits, under a different label or in a different
+row, is the same record; one changed pixel or letter makes it a different one, which no comparison
+detects.
+Data sets in Python are compared by `digests_of_input`, whatever their types, layouts and containers
+(`dpdist.data.protocol.count_common`).
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from dpdist.core.files import write_atomic
 # --- hashes of records ------------------------------------------------------------------------
 
 
-_CHUNK = 2**22  # values turned into floats at once
+_CHUNK = 2**22  # values converted to floats at once
 _BYTES = 16  # of a hash
-HASHES_FILE = "record-hashes.bin"  # beside the records
-GROUPS_FILE = "user-hashes.bin"  # beside them, where a user column was named
+HASHES_FILE = "record-hashes.bin"  # next to the records
+GROUPS_FILE = "user-hashes.bin"  # next to them, if there is a user column
 
 
 def to_model_inputs(rows: np.ndarray) -> np.ndarray:
-    """Stored inputs as float32: bytes are divided by 255 into [0, 1], floats stay as they are."""
+    """Return stored inputs as float32: bytes are divided by 255, floats stay as they are."""
     if rows.dtype != np.uint8:
         return rows
     seen = rows.astype(np.float32)
@@ -37,7 +38,7 @@ def to_model_inputs(rows: np.ndarray) -> np.ndarray:
 
 
 def hash_inputs(inputs: np.ndarray) -> np.ndarray:
-    """Hashes of stored inputs (N, *shape), each of its own input alone: (N,) of 16 bytes."""
+    """Return the hashes, (N,) of 16 bytes, of stored inputs (N, *shape)."""
     found = bytearray()
     rows = max(1, _CHUNK // max(1, inputs[0].size))
     for start in range(0, len(inputs), rows):
@@ -59,13 +60,13 @@ _COLORS = (3, 4)  # channels of a picture
 def digests_of_input(key: bytes, value: Any) -> set[bytes]:
     """Return keyed digests of a record's input; two forms of one input share one of them.
 
-    The value is a number, text, array, tensor or picture, or a list, tuple or mapping of them.
+    The value is a number, text, array, tensor or image, or a list, tuple or mapping of them.
     Numbers of any type are compared as float32 (large ones as float64), bytes also as fractions of
-    255, pictures with their channels first and last, all of them flat. A mapping's values are taken
+    255, images with their channels first and last, all of them flat. A mapping's values are taken
     in the order of its names.
 
     Raises:
-        TypeError: it holds something else.
+        TypeError: it has parts of other types.
     """
     parts = (part if isinstance(part, bytes) else part[None] for part in _leaves(value))
     return digests_of_rows(key, list(parts), 1)[0]
@@ -112,13 +113,13 @@ def _leaves(value: Any) -> Iterator[np.ndarray | bytes]:
 
 
 def place_of_name(name: Any) -> str:
-    """Return what fields are ordered by: numbers by value, names by their letters."""
+    """Return the sort key of a field: numbers by value, names by their letters."""
     return str(name).zfill(8)
 
 
 def as_array(value: Any) -> np.ndarray:
-    """Return numbers of any kind, a tensor or a picture as an array. Raises TypeError."""
-    if hasattr(value, "detach"):  # a tensor, of a type that numpy may not have
+    """Return numbers of any type, a tensor or an image as an array. Raises TypeError."""
+    if hasattr(value, "detach"):  # a tensor, perhaps of a type that numpy lacks
         value = value.detach().cpu()
         half = value.is_floating_point() and value.element_size() < 4
         value = (value.float() if half else value).numpy()
@@ -129,12 +130,12 @@ def as_array(value: Any) -> np.ndarray:
 
 
 def _is_numeric(values: list[Any] | tuple[Any, ...]) -> bool:
-    """Return whether all of them are numbers, so that they are one array."""
+    """Return whether all values are numbers, so that they are one array."""
     return bool(values) and all(isinstance(each, int | float | np.number) for each in values)
 
 
 def _is_picture(array: np.ndarray) -> bool:
-    """Return whether arrays (count, ...) may be pictures with their channels last."""
+    """Return whether arrays (count, ...) may be images with their channels last."""
     return array.ndim == 4 and array.shape[-1] in _COLORS
 
 
@@ -156,10 +157,10 @@ def _canonical(array: np.ndarray, scaled: bool, moved: bool) -> list[Any]:
 
 
 def stored_input(source: Any, index: int, files: bool) -> Any:
-    """Return the input that a map-style data set keeps at a position, before it transforms it.
+    """Return the input that a map-style data set stores at a position, before transforms, or None.
 
-    Known are torch's `Subset` and `ConcatDataset`, and the places where torchvision's data sets
-    keep theirs: `data` (arrays), `samples` and `imgs` (names of picture files). None for others.
+    Known are torch's `Subset` and `ConcatDataset`, and the attributes of torchvision's data sets:
+    `data` (arrays), `samples` and `imgs` (names of image files).
 
     files: whether to read files, which takes time.
     """
@@ -186,9 +187,9 @@ def stored_input(source: Any, index: int, files: bool) -> Any:
 
 
 def names_nobody(value: Any) -> bool:
-    """Whether the value of a user says of nobody whose a record is: none, NaN or an empty text.
+    """Return whether a user is missing: None, NaN or a blank text.
 
-    Records of strangers that share one would count as those of one person.
+    All records with such a value would count as those of one person.
     """
     if isinstance(value, str | bytes):
         return not value.strip()
@@ -196,9 +197,9 @@ def names_nobody(value: Any) -> bool:
 
 
 def hash_users(values: Iterable[object]) -> bytes:
-    """Hash the value of each record's user, 16 bytes each: equal ones are the same user.
+    """Return a hash of each record's user, 16 bytes each; equal values are the same user.
 
-    Whole numbers and texts alone name a user: those of another type, and empty ones, get zeros.
+    Only integers and texts name a user: values of other types, and missing ones, get zeros.
     """
     found = bytearray()
     for value in values:
@@ -211,14 +212,13 @@ def hash_users(values: Iterable[object]) -> bytes:
 
 
 def hash_positions(hashes: np.ndarray) -> np.ndarray:
-    """A number in [0, 1) for each hash, uniform over different inputs: float64 (N,)."""
+    """Return a number in [0, 1) for each hash, uniform over different inputs: float64 (N,)."""
     words = np.frombuffer(hashes.tobytes(), dtype="<u8").reshape(-1, 2)[:, 0]
     return (words >> np.uint64(11)) * 2.0**-53
 
 
 def stored_hashes(folder: Path) -> np.ndarray:
-    """Hashes of the records stored in `folder`: those kept beside them, or computed once of their
-    inputs."""
+    """Return the hashes of the records in `folder`, which are computed once."""
     path = folder / HASHES_FILE
     if not path.exists():
         inputs = np.load(folder / "inputs.npy", mmap_mode="r", allow_pickle=False)
@@ -227,8 +227,7 @@ def stored_hashes(folder: Path) -> np.ndarray:
 
 
 def stored_user_hashes(folder: Path) -> np.ndarray | None:
-    """Hashes of the users of the records stored in `folder`, (N,) of 16 bytes; None where no user
-    column was named."""
+    """Return the hashes of users in `folder`, (N,) of 16 bytes; None without a user column."""
     path = folder / GROUPS_FILE
     return _read_hashes(path) if path.exists() else None
 
@@ -238,5 +237,5 @@ def _read_hashes(path: Path) -> np.ndarray:
 
 
 def write_hashes(folder: Path, hashes: bytes, name: str = HASHES_FILE) -> None:
-    """Keep the hashes of a folder's records beside them."""
+    """Write the hashes of a folder's records next to them."""
     write_atomic(folder / name, hashes)

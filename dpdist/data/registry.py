@@ -1,4 +1,4 @@
-"""Data sets by name: digits and drawn images are built in, others are read as Parquet."""
+"""Load data sets by name: digits and synthetic images are built in, others are files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-import dpdist.data.synthetic as synthetic
 from dpdist.core.errors import UserError
 from dpdist.core.files import atomic_folder, atomic_replacement, make_private_folder
 from dpdist.data.dataset import Dataset
@@ -25,15 +24,17 @@ from dpdist.data.record_hashes import (
     stored_user_hashes,
     write_hashes,
 )
+from dpdist.data.synthetic import SCENE_CLASSES, STROKE_CLASSES, draw_scenes, draw_strokes
 from dpdist.data.tables import split_files
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """Where a data set lies. root None means built in. Splits are names of Parquet files or
-    folders. labels: only the records of these, renumbered in this order; () for all. class_names:
-    of the
-    classes, where the files call them so."""
+    """A data set in root/name, or a built-in one if root is None.
+
+    train, test: names of the splits' files or folders. labels: use only the records of these,
+    renumbered in this order; () for all. class_names: names of the classes in the files.
+    """
 
     name: str
     classes: int
@@ -44,44 +45,33 @@ class DataSource:
     labels: tuple[int, ...] = ()
     class_names: tuple[str, ...] = ()
 
+    def files(self, split: str) -> list[Path]:
+        """Return the files of a split. Raises UserError if there are none."""
+        assert self.root is not None
+        return split_files(self.root, self.name, self.train if split == "train" else self.test)
 
-@dataclass
-class SyntheticDataset:
-    """A data set that a computer draws: its size, the shape of an image, and what draws them."""
-
-    classes: int
-    records: int
-    shape: tuple[int, int, int]
-    draw: Callable[..., tuple[np.ndarray, np.ndarray]]
+    def stored(self, split: str) -> Path | None:
+        """Return the folder of a split that is stored as arrays, not as files; else None."""
+        assert self.root is not None
+        folder = self.root / self.name / (self.train if split == "train" else self.test)
+        return folder if (folder / "meta.json").exists() else None
 
 
-SYNTHETIC = {
-    "strokes": SyntheticDataset(
-        synthetic.STROKE_CLASSES,
-        synthetic.STROKE_RECORDS,
-        synthetic.STROKE_SHAPE,
-        synthetic.draw_strokes,
-    ),
-    "scenes": SyntheticDataset(
-        synthetic.SCENE_CLASSES,
-        synthetic.SCENE_RECORDS,
-        synthetic.SCENE_SHAPE,
-        synthetic.draw_scenes,
-    ),
-}
-BUILT_IN = {"digits": 10, **{name: made.classes for name, made in SYNTHETIC.items()}}
+SYNTHETIC_RECORDS = {"strokes": 60_000, "scenes": 50_000}  # of the training splits
+_DRAW = {"strokes": draw_strokes, "scenes": draw_scenes}
+BUILT_IN = {"digits": 10, "strokes": STROKE_CLASSES, "scenes": SCENE_CLASSES}
 DOWNLOADABLE = ("mnist", "cifar10", "cifar100", "svhn")
 
 
 def cache_folder() -> Path:
-    """Where decoded splits are kept: $DPDIST_CACHE, or ~/.cache/dpdist."""
+    """Return the folder of decoded splits: $DPDIST_CACHE, or ~/.cache/dpdist."""
     return Path(os.environ.get("DPDIST_CACHE") or Path.home() / ".cache" / "dpdist")
 
 
 def load(source: DataSource, split: str) -> Dataset:
-    """The split "train" or "test" of a data set, decoded on first use and memory-mapped afterwards.
+    """Return the split "train" or "test", decoded on first use and memory-mapped afterwards.
 
-    Raises UserError for an unknown name, a missing root, and whatever `load_split` finds wrong.
+    Raises UserError for an unknown name, a missing root, and as `load_split`.
     """
     cache = cache_folder()
     whole = _load_all_labels(source, split, cache)
@@ -103,23 +93,24 @@ def _load_all_labels(source: DataSource, split: str, cache: Path) -> Dataset:
         if source.columns.text is not None:
             raise UserError(f"data.text: {source.name} are images; leave it out")
         return _built_in(source.name, split, cache)
-    if _is_stored(source, split):
-        return Dataset.open(_stored(source, split))
-    files = split_files(source.root, source.name, source.train if split == "train" else source.test)
+    if (stored := source.stored(split)) is not None:
+        return Dataset.open(stored)
     first = None
-    if split == "test" and split_exists(source, "train") and not _is_stored(source, "train"):
-        first = split_files(source.root, source.name, source.train)[0]
-    return load_split(files, name, source.classes, source.columns, cache, source.class_names, first)
+    if split == "test" and split_exists(source, "train") and source.stored("train") is None:
+        first = source.files("train")[0]
+    return load_split(
+        source.files(split), name, source.classes, source.columns, cache, source.class_names, first
+    )
 
 
 def split_exists(source: DataSource, split: str) -> bool:
-    """Whether the split's files are there; they are not read."""
+    """Return whether the split's files exist, without reading them."""
     if source.root is None:
         return source.name in BUILT_IN
-    if _is_stored(source, split):
+    if source.stored(split) is not None:
         return True
     try:
-        split_files(source.root, source.name, source.train if split == "train" else source.test)
+        source.files(split)
     except UserError:
         return False
     return True
@@ -128,11 +119,14 @@ def split_exists(source: DataSource, split: str) -> bool:
 def store_split(
     root: Path, name: str, inputs: np.ndarray, labels: np.ndarray, classes: int, kind: str
 ) -> None:
-    """Write arrays as the test split of a data set below a root, unless one is there.
+    """Write arrays as the test split of the data set root/name, unless it exists.
 
     Args:
+        root: folder of data sets.
+        name: of the data set.
         inputs: (N, ...) float32.
-        labels: (N,) int64 in 0..classes-1; of targets that are no classes, (N, classes) float32.
+        labels: (N,) int64 in 0..classes-1, or (N, classes) float32 if they are not classes.
+        classes: their number.
         kind: of the targets, "class", "number" or "labels".
     """
     folder = root / name / "test"
@@ -141,21 +135,11 @@ def store_split(
         _write(folder, inputs, labels, meta if kind == "class" else {**meta, "target_kind": kind})
 
 
-def _stored(source: DataSource, split: str) -> Path:
-    assert source.root is not None
-    return source.root / source.name / (source.train if split == "train" else source.test)
-
-
-def _is_stored(source: DataSource, split: str) -> bool:
-    """Whether a split lies there as arrays, not as Parquet files."""
-    return (_stored(source, split) / "meta.json").exists()
-
-
 def split_by_id(records: int, fraction: float, salt: str) -> np.ndarray:
-    """Boolean (records,): which records a split of about `fraction` holds.
+    """Return a mask (records,) of about this fraction of the records.
 
-    A record's side depends on its own id and the salt alone, so that adding or removing one record
-    never moves another across the split.
+    Whether a record is in it depends only on its own id and the salt, so that adding or removing a
+    record never moves a different one.
     """
     threshold = int(fraction * 2**64)
     sides = np.empty(records, dtype=bool)
@@ -166,17 +150,17 @@ def split_by_id(records: int, fraction: float, salt: str) -> np.ndarray:
 
 
 def _built_in(name: str, split: str, cache: Path) -> Dataset:
-    """Return what is built in, made on first use.
+    """Return a built-in split, which is built on first use.
 
-    Of scikit-learn's 1,797 digits of 8 x 8 pixels a fifth, by hash of the index, is for testing. Of
-    what a computer draws, the test split has other records of the same classes.
+    A fifth of scikit-learn's 1,797 digits of 8 x 8 pixels, by hash of the index, is the test split.
+    The test split of synthetic images has other records of the same classes.
     """
     folder = cache / f"{name}-{split}-1"
     if not folder.exists():
-        if name in SYNTHETIC:
-            made = SYNTHETIC[name]
-            count, seed = (made.records, 0) if split == "train" else (made.records // 10, 1)
-            inputs, labels = made.draw(count, seed)
+        if name in _DRAW:
+            count = SYNTHETIC_RECORDS[name]
+            count, seed = (count, 0) if split == "train" else (count // 10, 1)
+            inputs, labels = _DRAW[name](count, seed)
         else:
             from sklearn.datasets import load_digits
 
@@ -194,14 +178,20 @@ def _meta(name: str, classes: int, inputs: np.ndarray, labels: np.ndarray) -> di
 
 
 def select_labels(dataset: Dataset, labels: tuple[int, ...], cache: Path) -> Dataset:
-    """The records of a whole split with these labels, renumbered in this order: a data set of its
-    own, to whose fingerprint no other record adds. Raises UserError when there are none."""
+    """Return the records of a whole split with these labels, renumbered in this order.
+
+    They are a separate data set, whose fingerprint does not depend on other records. Raises
+    UserError if there are no such records.
+    """
     folder = cache / f"{dataset.folder.name}-labels-{'-'.join(map(str, labels))}"
     if not folder.exists():
         found = np.asarray(dataset.labels)
         rows = np.flatnonzero(np.isin(found, labels))
         if not len(rows):
-            raise UserError(f"data.labels: {dataset.name} has no record with one of {list(labels)}")
+            raise UserError(
+                f"data.labels: must be labels of {dataset.name}, got {list(labels)}, which no "
+                "record has"
+            )
         numbers = np.full(dataset.classes, -1, dtype=np.int64)
         numbers[list(labels)] = np.arange(len(labels))
         inputs, marks = np.ascontiguousarray(dataset.inputs[rows]), numbers[found[rows]]
@@ -212,7 +202,7 @@ def select_labels(dataset: Dataset, labels: tuple[int, ...], cache: Path) -> Dat
             "name": dataset.name,
             "classes": len(labels),
             "fingerprint": digest.hexdigest(),
-            "largest_user": dataset.largest_user,  # of all labels: at least that of these
+            "largest_user": dataset.largest_user,  # of all labels, so an upper bound
             "read": dataset.text_encoding,
         }
         users = stored_user_hashes(dataset.folder)
@@ -241,12 +231,12 @@ def _write(
 
 
 def fetch(name: str, root: Path, log: Callable[[str], None] = lambda line: None) -> Path:
-    """Download a data set through torchvision and write it under root/NAME as Parquet.
+    """Download a data set by torchvision, write it to root/NAME as Parquet, and return this path.
 
-    Raises UserError for an unknown name or when the download fails; an existing split is kept.
+    An existing split is kept. Raises UserError for an unknown name or if the download fails.
     """
     if name not in DOWNLOADABLE:
-        raise UserError(f"data fetch: unknown {name!r}; one of {', '.join(DOWNLOADABLE)}")
+        raise UserError(f"data fetch: must be one of {', '.join(DOWNLOADABLE)}, got {name!r}")
     from dpdist.core.optional_imports import import_torchvision
 
     datasets = import_torchvision("datasets")
@@ -264,12 +254,11 @@ def fetch(name: str, root: Path, log: Callable[[str], None] = lambda line: None)
             else:
                 maker = getattr(datasets, {"mnist": "MNIST"}.get(name, name.upper()))
                 source = maker(download, train=split == "train", download=True)
-        except Exception as error:  # urllib, ssl, OSError, RuntimeError: whatever the mirror does
+        except Exception as error:  # urllib, ssl, OSError, RuntimeError
             raise UserError(
                 f"data fetch {name}: the download failed ({type(error).__name__}: {error}); check "
-                "the network, or "
-                f"put Parquet files with columns image and label at {target}/train.parquet and "
-                "test.parquet"
+                f"the network, or write Parquet files with columns image and label to "
+                f"{target}/train.parquet and test.parquet"
             ) from error
         target.mkdir(parents=True, exist_ok=True)
         _write_images(source, path)

@@ -1,17 +1,16 @@
-"""Invented images, public by construction: pen strokes and color scenes, drawn from a seed.
+"""Draw synthetic images, which are public by construction: pen strokes and color scenes.
 
 They are a prior for private training, as networks are pre-trained on images of random processes
 (Baradad et al., "Learning to See by Looking at Noise", NeurIPS 2021; with privacy "DP-RandP", Tang
-et al., NeurIPS 2023, arXiv:2306.06076). Nothing here looks at a photograph, a digit, a letter or a
-file.
+et al., NeurIPS 2023, arXiv:2306.06076). No photograph, digit, letter or file is read.
 
-Strokes: the classes are signs nobody writes, each of one to three random strokes, straight,
-elliptic or free. A record is its sign written once more: every stroke moved and bent a little, the
-whole slanted, stretched and put into the middle, with a pen of its own width.
+Strokes: the classes are invented signs, each of one to three random strokes, straight, elliptic or
+free. A record is its sign written again: every stroke moved and bent a little, the sign slanted,
+stretched and centered, with a random pen width.
 
-Scenes: the classes are things that nobody made, each of one to three blobs with colors and
-gratings of its own. A record is its thing seen once more: moved, turned, bent, in another light,
-half behind something, before dead leaves, clouds of noise and a horizon.
+Scenes: the classes are invented objects, each of one to three blobs with random colors and
+gratings. A record is its object seen again: moved, rotated, bent, in a different light, partly
+hidden, on a background of dead leaves, clouds of noise and a horizon.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ import numpy as np
 # --- pen strokes ------------------------------------------------------------------------------
 
 
-STROKE_CLASSES, STROKE_RECORDS, STROKE_SIDE = 200, 60_000, 28
-STROKE_SHAPE = (1, STROKE_SIDE, STROKE_SIDE)
-_STROKES, _POINTS = 3, 40  # of a sign at most; of a stroke
-_BOX = 20.0  # pixels that the longer side of a sign takes up
-_STROKE_CHUNK = 2000  # records drawn at a time
+STROKE_CLASSES, STROKE_SIDE = 200, 28
+_STROKES, _POINTS = 3, 40  # most strokes of a sign; points of a stroke
+_BOX = 20.0  # pixels of the longer side of a sign
+_STROKE_CHUNK = 2000  # records drawn at once
 
 
 def draw_strokes(
     records: int, seed: int, classes: int = STROKE_CLASSES
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Images (records, 1, SIDE, SIDE) uint8, white on black, and labels (records,) int64.
+    """Return images (records, 1, 28, 28) uint8, white on black, and labels (records,) int64.
 
-    The signs are the same for every seed: `seed` says how they are written. Labels take turns.
+    The signs are the same for every seed, which decides how they are written. Label i is i modulo
+    `classes`.
     """
     signs, weights = _random_signs(np.random.Generator(np.random.Philox(key=0)), classes)
     rng = np.random.Generator(np.random.Philox(key=1 + seed))
     labels = np.arange(records, dtype=np.int64) % classes
-    images = np.empty((records, *STROKE_SHAPE), dtype=np.uint8)
+    images = np.empty((records, 1, STROKE_SIDE, STROKE_SIDE), dtype=np.uint8)
     for start in range(0, records, _STROKE_CHUNK):
         which = labels[start : start + _STROKE_CHUNK]
         points = _to_pixel_coordinates(_distort_signs(signs[which], rng), weights[which] > 0, rng)
@@ -49,8 +48,7 @@ def draw_strokes(
 
 
 def _random_signs(rng: np.random.Generator, classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """The classes: strokes (classes, 3, points, 2) in about the unit square, and which exist
-    (classes, 3)."""
+    """Return strokes (classes, 3, points, 2) near the unit square, and a mask (classes, 3)."""
     time = np.linspace(0, 1, _POINTS)[:, None]
     strokes = np.empty((classes, _STROKES, _POINTS, 2))
     for stroke in strokes.reshape(-1, _POINTS, 2):
@@ -70,7 +68,7 @@ def _random_signs(rng: np.random.Generator, classes: int) -> tuple[np.ndarray, n
 
 
 def _distort_signs(strokes: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Signs (B, 3, points, 2) with every stroke moved, scaled, turned and bent at random."""
+    """Return signs (B, 3, points, 2) with every stroke randomly moved, scaled, turned and bent."""
     size = len(strokes)
     time = np.linspace(-1, 1, _POINTS)
     bends = np.stack([np.ones_like(time), time, time**2 - 1 / 3, np.sin(np.pi * time)])
@@ -86,7 +84,7 @@ def _distort_signs(strokes: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 def _to_pixel_coordinates(
     points: np.ndarray, there: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
-    """The same in pixels (x, y): the longer side about _BOX, in the middle."""
+    """Return the points in pixels (x, y): centered, the longer side about _BOX."""
     shown = there[:, :, None, None]
     low = np.where(shown, points, np.inf).min((1, 2))
     high = np.where(shown, points, -np.inf).max((1, 2))
@@ -96,12 +94,12 @@ def _to_pixel_coordinates(
 
 
 def _render_strokes(points: np.ndarray, there: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Gray values (B, SIDE, SIDE) uint8 of pens of Gaussian profile, saturated."""
+    """Return gray values (B, 28, 28) uint8 of pens of Gaussian profile, saturated."""
     size = len(points)
     pen = rng.uniform(0.6, 1.3, size)[:, None, None]
     steps = np.linalg.norm(np.diff(points, axis=2), axis=3)
-    length = np.concatenate([steps[:, :, :1], (steps[:, :, 1:] + steps[:, :, :-1]) / 2,
-                             steps[:, :, -1:]], 2)  # fmt: skip
+    inner = (steps[:, :, 1:] + steps[:, :, :-1]) / 2
+    length = np.concatenate([steps[:, :, :1], inner, steps[:, :, -1:]], 2)
     weight = (length * there[:, :, None]).reshape(size, -1, 1) / (pen * np.sqrt(2 * np.pi))
     pixels = np.arange(STROKE_SIDE)
     x, y = np.moveaxis(points.reshape(size, -1, 2), 2, 0)
@@ -114,12 +112,11 @@ def _render_strokes(points: np.ndarray, there: np.ndarray, rng: np.random.Genera
 # --- color scenes ----------------------------------------------------------------------------
 
 
-SCENE_CLASSES, SCENE_RECORDS, SCENE_SIDE = 100, 50_000, 32
-SCENE_SHAPE = (3, SCENE_SIDE, SCENE_SIDE)
-# of a thing at most; of an outline; before which it may stand
-_PARTS, _WAVES, _BACKGROUND_OCCLUDERS = 3, 4, 8
-_EDGE_SHARPNESS = 3.0  # how sharp an edge is: of a logistic function of the distance in pixels
-_SCENE_CHUNK = 500  # records drawn at a time
+SCENE_CLASSES, SCENE_SIDE = 100, 32
+_PARTS, _WAVES = 3, 4  # most parts of an object; waves of an outline
+_BACKGROUND_OCCLUDERS = 8
+_EDGE_SHARPNESS = 3.0  # slope of the logistic function of the distance in pixels
+_SCENE_CHUNK = 500  # records drawn at once
 _TWO_PI = 2 * np.pi
 
 Rng = np.random.Generator
@@ -128,8 +125,10 @@ Grid = tuple[np.ndarray, np.ndarray]  # x and y of every pixel, from the middle
 
 @dataclass(frozen=True)
 class _Blobs:
-    """Regions r(t) < size (1 + sum_k amounts_k cos((k + 2) t + phases_k)) about their middles,
-    stretched and turned; all arrays have one leading shape."""
+    """Regions r(t) < size (1 + sum_k amounts_k cos((k + 2) t + phases_k)) around their middles.
+
+    They are stretched and turned. All arrays have the same leading shape.
+    """
 
     middle: np.ndarray  # (..., 2)
     size: np.ndarray
@@ -139,8 +138,7 @@ class _Blobs:
     phases: np.ndarray  # (..., waves)
 
     def rasterise(self, grid: Grid) -> tuple[np.ndarray, Grid]:
-        """Of blobs (B,): how much of each pixel is theirs (B, SIDE, SIDE), and the pixels in their
-        own coordinates."""
+        """Return the coverage (B, 32, 32) of pixels by blobs (B,), and the grid in their frame."""
         x, y = grid[0] - _per_image(self.middle[:, 0]), grid[1] - _per_image(self.middle[:, 1])
         u, v = _rotate((x, y), self.turn)
         u, v = u / _per_image(self.stretch), v * _per_image(self.stretch)
@@ -156,31 +154,31 @@ class _Blobs:
 
 @dataclass(frozen=True)
 class _ObjectClasses:
-    """The classes: what their parts (classes, _PARTS) look like, which exist, and what is around
-    them."""
+    """The classes: appearance of their parts (classes, _PARTS), a mask of these, and background."""
 
     is_present: np.ndarray
     blobs: _Blobs
     color: np.ndarray  # (classes, parts, 3)
-    contrast: np.ndarray  # of a grating, 0 for none
+    contrast: np.ndarray  # of a grating; 0 without one
     frequency: np.ndarray
     angle: np.ndarray
-    has_sharp_bars: np.ndarray  # whether its bars have sharp edges
+    has_sharp_bars: np.ndarray
     background_color: np.ndarray  # (classes, 3)
-    horizon: np.ndarray  # a row from the middle; below the image there is none
+    horizon: np.ndarray  # rows below the middle; beyond the image if there is no horizon
 
 
 def draw_scenes(
     records: int, seed: int, classes: int = SCENE_CLASSES
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Images (records, 3, SIDE, SIDE) uint8 and labels (records,) int64.
+    """Return images (records, 3, 32, 32) uint8 and labels (records,) int64.
 
-    The things are the same for every seed: `seed` says how they are seen. Labels take turns.
+    The objects are the same for every seed, which decides how they are seen. Label i is i modulo
+    `classes`.
     """
     things = _random_object_classes(np.random.Generator(np.random.Philox(key=0)), classes)
     rng = np.random.Generator(np.random.Philox(key=1 + seed))
     labels = np.arange(records, dtype=np.int64) % classes
-    images = np.empty((records, *SCENE_SHAPE), dtype=np.uint8)
+    images = np.empty((records, 3, SCENE_SIDE, SCENE_SIDE), dtype=np.uint8)
     for start in range(0, records, _SCENE_CHUNK):
         images[start : start + _SCENE_CHUNK] = _render_scenes(
             things, labels[start : start + _SCENE_CHUNK], rng
@@ -215,7 +213,7 @@ def _random_object_classes(rng: Rng, classes: int) -> _ObjectClasses:
 
 
 def _render_scenes(object_classes: _ObjectClasses, which: np.ndarray, rng: Rng) -> np.ndarray:
-    """One picture of each of these things: (B, 3, SIDE, SIDE) uint8."""
+    """Return one image of each of these objects: (B, 3, 32, 32) uint8."""
     steps = np.arange(SCENE_SIDE, dtype=np.float32) - (SCENE_SIDE - 1) / 2
     y, x = np.meshgrid(steps, steps, indexing="ij")
     image = _draw_background(object_classes, which, (x, y), rng)
@@ -229,7 +227,7 @@ def _render_scenes(object_classes: _ObjectClasses, which: np.ndarray, rng: Rng) 
 def _draw_background(
     object_classes: _ObjectClasses, which: np.ndarray, grid: Grid, rng: Rng
 ) -> np.ndarray:
-    """A color that runs over the image, another one below the horizon, and clouds."""
+    """Return a color gradient, a different color below the horizon, and clouds."""
     size = len(which)
     color = 0.6 * rng.uniform(0, 1, (size, 3)) + 0.4 * object_classes.background_color[which]
     along = _rotate(grid, rng.uniform(0, _TWO_PI, size))[0] / (SCENE_SIDE / 2)
@@ -244,7 +242,7 @@ def _draw_background(
 def _draw_occluder(
     image: np.ndarray, grid: Grid, sizes: tuple[float, float], chance: float, rng: Rng
 ) -> np.ndarray:
-    """A blob of one color over some of the images."""
+    """Return the images, some of them with a blob of one color on top."""
     size = len(image)
     blobs = _Blobs(
         middle=rng.uniform(-SCENE_SIDE / 2, SCENE_SIDE / 2, (size, 2)),
@@ -261,7 +259,7 @@ def _draw_occluder(
 def _draw_object(
     image: np.ndarray, object_classes: _ObjectClasses, which: np.ndarray, grid: Grid, rng: Rng
 ) -> np.ndarray:
-    """The thing itself, all parts in one pose, light and tint."""
+    """Return the images with the object, whose parts share pose, light and tint."""
     size = len(which)
     scale, wide = np.exp(rng.normal(0, 0.22, size)), np.exp(rng.normal(0, 0.12, size))
     mirrored = np.where(rng.random(size) < 0.5, -1.0, 1.0)
@@ -283,7 +281,7 @@ def _draw_object(
         wave = np.where(
             _per_image(object_classes.has_sharp_bars[which, part]), np.tanh(4 * wave), wave
         )
-        other = rng.random(size) < 0.25  # in a color that is not its own
+        other = rng.random(size) < 0.25  # in a random color
         color = np.where(
             other[:, None], rng.uniform(0, 1, (size, 3)), object_classes.color[which, part]
         )
@@ -295,7 +293,7 @@ def _draw_object(
 
 
 def _perturb_part(blobs: _Blobs, which: np.ndarray, part: int, rng: Rng) -> _Blobs:
-    """One part of each thing, a little out of its form."""
+    """Return one part of each object, slightly deformed."""
     size = len(which)
     return _Blobs(
         middle=blobs.middle[which, part] + rng.normal(0, 0.6, (size, 2)),
@@ -308,7 +306,7 @@ def _perturb_part(blobs: _Blobs, which: np.ndarray, part: int, rng: Rng) -> _Blo
 
 
 def _adjust_exposure(image: np.ndarray, rng: Rng) -> np.ndarray:
-    """Gray values (B, 3, SIDE, SIDE) uint8, at random saturation, contrast and brightness."""
+    """Return values (B, 3, 32, 32) uint8 at random saturation, contrast and brightness."""
     size = (len(image), 1, 1, 1)
     gray = image.mean(1, keepdims=True)
     image = gray + (image - gray) * np.clip(rng.normal(0.65, 0.3, size), 0, 1.3)
@@ -317,7 +315,7 @@ def _adjust_exposure(image: np.ndarray, rng: Rng) -> np.ndarray:
 
 
 def _power_law_noise(exponent: np.ndarray, rng: Rng) -> np.ndarray:
-    """Noise (B, SIDE, SIDE) of deviation 1 whose amplitude falls with that power of frequency."""
+    """Return noise (B, 32, 32) of deviation 1, whose amplitude is a power of the frequency."""
     rows, columns = np.fft.fftfreq(SCENE_SIDE)[:, None], np.fft.rfftfreq(SCENE_SIDE)
     squared = rows**2 + columns**2
     squared[0, 0] = np.inf  # no constant
@@ -339,5 +337,5 @@ def _rotate(grid: Grid, angle: np.ndarray) -> Grid:
 
 
 def _per_image(values: np.ndarray) -> np.ndarray:
-    """One value for each image (B,), for all its pixels: (B, 1, 1)."""
+    """Return one value per image (B,) with the shape (B, 1, 1)."""
     return values[:, None, None]

@@ -1,10 +1,10 @@
-"""Read tables of records: Parquet, CSV and JSONL files, and folders of pictures, all by Arrow.
+"""Read tables of records by Arrow: Parquet, CSV and JSONL files, and folders of images.
 
-Recipes, `dpdist init`, `dpdist.as_records` and the inputs of certificates read files by this module
-alone. A Parquet file is read some rows at a time, pictures some files at a time; a CSV, JSONL or
-Excel file is held in memory. CSV and JSONL files may be packed by gzip or zip.
+Recipes, `dpdist init`, `dpdist.as_records` and the inputs of certificates read files only by this
+module. Parquet files and images are read in parts; a CSV, JSONL or Excel file is read into memory.
+CSV and JSONL files may be packed by gzip or zip.
 
-No message quotes a record: it names the file, the line or row, the column and the rule.
+Messages name the file, the line or row, the column and the rule, and never quote a record.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from dpdist.core.optional_imports import import_extra
 from dpdist.data.column_names import NAMED_BY_VALUES, check_names
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
-MOST_PICTURE_BYTES = 2**28  # of one picture
-_AT_ONCE = 500  # pictures in memory, of
-_MOST_AT_ONCE = 2**26  # bytes in all, except for the last
-_ROWS = 4096  # rows of a table at once
-# endings of the files that hold a table, in the order in which they are looked for
+MOST_PICTURE_BYTES = 2**28  # of one image
+_AT_ONCE = 500  # images in memory
+_MOST_AT_ONCE = 2**26  # their bytes, except for the last
+_ROWS = 4096  # rows of a table read at once
+# endings of files with a table, in the order in which they are searched
 TABLES = (".csv", ".csv.gz", ".csv.zip", ".jsonl", ".jsonl.gz", ".jsonl.zip", ".xlsx")
 
 
-# --- where files lie --------------------------------------------------------------------------
+# --- files of a split -------------------------------------------------------------------------
 
 
 def split_files(root: Path, name: str, split: str) -> list[Path]:
@@ -58,10 +58,10 @@ def split_files(root: Path, name: str, split: str) -> list[Path]:
 
     They are NAME/SPLIT.parquet, NAME/SPLIT-*.parquet, NAME/data/SPLIT-*.parquet,
     NAME/SPLIT/*.parquet, NAME/SPLIT.csv or another of `TABLES`, or the folder NAME/SPLIT with a
-    folder of pictures for each class: the first of these that is there.
+    folder of images for each class: the first of these that exists.
 
     Raises:
-        UserError: the root, the data set or the split is not there.
+        UserError: the root, the data set or the split does not exist.
     """
     base = root / name
     for folder, what in ((root, "data root"), (base, "data set")):
@@ -80,35 +80,35 @@ def split_files(root: Path, name: str, split: str) -> list[Path]:
         return [base / split]
     if any(pictures_in(base / split)):
         raise UserError(
-            f"{base / split}: must have a folder of images for each class, got images themselves; "
-            f"move them to {split}/CLASS/"
+            f"{base / split}: must have a folder of images for each class, got only images; move "
+            f"them to {split}/CLASS/"
         )
     raise UserError(
         f"{base}: must have files of the split {split!r}, got none: {split}.parquet, {split}.csv, "
-        f"{split}.jsonl, {split}.xlsx, or pictures in {split}/CLASS/"
+        f"{split}.jsonl, {split}.xlsx, or images in {split}/CLASS/"
     )
 
 
 def _no_folder(folder: Path, what: str, root: Path) -> str:
-    """Return the complaint about a folder that is not there."""
+    """Return the message about a missing folder."""
     if folder.exists():
         return (
             f"{what} {folder}: must be a folder with the training and test files, got a file; "
-            "unpack an archive, and name the folder"
+            "unpack it, and name the folder"
         )
     if folder == root:
         return f"{what} {folder}: no such folder; give data.root"
-    found = ", ".join(sorted(p.name for p in root.iterdir() if p.is_dir())) or "none"
-    return f"data root {root}: no data set {folder.name!r} there (found: {found})"
+    names = ", ".join(sorted(p.name for p in root.iterdir() if p.is_dir())) or "no folder"
+    return f"data root {root}: no data set {folder.name!r}; it has {names}"
 
 
 def _is_hidden(path: Path) -> bool:
-    """Return whether a name begins with a dot, as those that macOS puts beside files do."""
+    """Return whether a name begins with a dot, as those that macOS adds do."""
     return path.name.startswith(".")
 
 
 def classes_in(folder: Path) -> list[str]:
-    """Return the names of the folders with pictures in a folder."""
+    """Return the names of the folders with images in a folder."""
     if not folder.is_dir():
         return []
     inside = (each for each in folder.iterdir() if each.is_dir() and not _is_hidden(each))
@@ -116,7 +116,7 @@ def classes_in(folder: Path) -> list[str]:
 
 
 def pictures_in(folder: Path) -> Iterator[Path]:
-    """Yield the pictures of a folder by name."""
+    """Yield the images of a folder by name."""
     if folder.is_dir():
         yield from filter(_is_picture, sorted(folder.iterdir()))
 
@@ -126,7 +126,7 @@ def _is_picture(path: Path) -> bool:
 
 
 def others_in(folder: Path) -> Counter[str]:
-    """Return how many files and folders are no pictures of a folder's classes, by what they are."""
+    """Return how many files and folders are not images of a class, by their type."""
     kinds = [kind for kind in folder.iterdir() if kind.is_dir() and not _is_hidden(kind)]
     inside = (path for kind in kinds for path in kind.iterdir() if not _is_hidden(path))
     others = (path for path in inside if not _is_picture(path))
@@ -140,10 +140,10 @@ def others_in(folder: Path) -> Counter[str]:
 
 
 class TableFile(ABC):
-    """One file, or folder of pictures, as a table.
+    """One file, or folder of images, as a table.
 
-    path: where it is. schema: of its columns. num_rows: how many records it has. missing_words:
-    what stands for a missing cell, also of a column that names users.
+    path: its path. schema: of its columns. num_rows: number of its records. missing_words: words
+    that stand for a missing cell.
     """
 
     path: Path
@@ -152,7 +152,7 @@ class TableFile(ABC):
     missing_words: frozenset[str] = frozenset()
 
     def rows(self, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
-        """Yield the number of a first row, and a table of some rows of these columns.
+        """Yield tables of some rows of these columns, each after the number of its first row.
 
         Raises:
             UserError: a column is missing, a text is not UTF-8, or the file is damaged.
@@ -176,23 +176,23 @@ class TableFile(ABC):
     def error(
         self, rule: str, row: int | None = None, column: str | None = None, cause: Any = None
     ) -> UserError:
-        """Return the complaint about a row of this file, as `data_error` does."""
+        """Return the error about a row of this file, as `data_error` does."""
         place = {} if row is None else self._place(row)
         return data_error(place.pop("file", self.path), rule, column=column, cause=cause, **place)
 
     def _place(self, row: int) -> dict[str, Any]:
-        """Return what names a row to its reader: `row`, `line` or `file`."""
+        """Return the arguments of `data_error` that name a row: `row`, `line` or `file`."""
         return {"row": row}
 
     @abstractmethod
     def _tables(self, columns: list[str]) -> Iterator[pa.Table]:
-        """Yield the rows of these columns, which are there."""
+        """Yield the rows of these columns, which exist."""
 
 
 def open_table(path: Path, like: pa.Schema | None = None) -> TableFile:
-    """Open a file, or a folder of pictures, as a table.
+    """Return a file, or a folder of images, as a table.
 
-    like: schema of the training split, whose columns of text are read as text here too.
+    like: schema of the training split, whose columns of text are read as text, too.
 
     Raises:
         UserError: the file is not readable, or its columns have names that look like values.
@@ -208,25 +208,25 @@ def open_table(path: Path, like: pa.Schema | None = None) -> TableFile:
 
 
 def ending_of(path: Path) -> str:
-    """Return the ending of a file that holds a table, in lower case."""
+    """Return the ending of a file with a table, in lower case."""
     name = path.name.lower()
     return next((each for each in TABLES if name.endswith(each)), path.suffix.lower())
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Return whether values are texts."""
+    """Return whether the type is text."""
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Return whether values are lists, of one length or of any."""
+    """Return whether the type is a list, of fixed or variable length."""
     return (
         pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     )
 
 
 class ParquetFile(TableFile):
-    """A Parquet file, of which some rows are in memory at a time."""
+    """A Parquet file, which is read in parts."""
 
     def __init__(self, path: Path, like: pa.Schema | None = None) -> None:
         self._reader = open_parquet(path)
@@ -234,24 +234,16 @@ class ParquetFile(TableFile):
         self.num_rows = self._reader.metadata.num_rows
 
     def _tables(self, columns: list[str]) -> Iterator[pa.Table]:
-        found = 0
+        first = 0
         batches = self._reader.iter_batches(batch_size=_ROWS, columns=columns)
-        while batch := self._next(batches, columns, found):
-            found += batch.num_rows
-            if found > self.num_rows:
-                break
+        while batch := self._next(batches, columns, first):
+            first += batch.num_rows
             yield pa.Table.from_batches([batch])
-        if found != self.num_rows:
-            more = "more" if found > self.num_rows else f"{found:,}"
-            raise UserError(
-                f"{self.path}: damaged: its footer counts {self.num_rows:,} rows, {more} are "
-                "there; write it again"
-            )
 
     def _next(
         self, batches: Iterator[pa.RecordBatch], columns: list[str], first: int
     ) -> pa.RecordBatch | None:
-        """Return the next rows, None after the last. Raises UserError for damaged ones."""
+        """Return the next rows, or None after the last. Raises UserError for damaged ones."""
         batch = None
         try:
             if (batch := next(batches, None)) is not None:
@@ -286,7 +278,7 @@ def _invalid_texts(batch: pa.RecordBatch | None) -> Iterator[tuple[str, int]]:
 
 
 class _TextFile(TableFile):
-    """A file of text with a record a line, or several lines, which is held in memory."""
+    """A text file with one or several lines per record, which is read into memory."""
 
     def __init__(self, path: Path, like: pa.Schema | None = None) -> None:
         self.path = check_regular_file(path)
@@ -304,7 +296,7 @@ class _TextFile(TableFile):
                 self._check_numbers(field.name)
 
     def _open(self) -> IO[bytes]:
-        """Return the file's text, unpacked. Raises UserError for what cannot be unpacked."""
+        """Return the unpacked file. Raises UserError if it cannot be unpacked."""
         try:
             unpack = _UNPACK.get(self.path.suffix.lower())
             return open(self.path, "rb") if unpack is None else io.BytesIO(unpack(self.path))
@@ -321,7 +313,7 @@ class _TextFile(TableFile):
             yield self._table.select(columns).slice(first, _ROWS).combine_chunks()
 
     def _check_numbers(self, column: str) -> None:
-        """Raise UserError for a text in a column that holds numbers in the training split."""
+        """Raise UserError for a text in a column of numbers of the training split."""
         if not is_text(self.schema.field(column).type):
             return
         for row, value in enumerate(self._table[column].to_pylist()):
@@ -332,7 +324,7 @@ class _TextFile(TableFile):
                 raise self.error(rule, row, column) from None
 
     def _encoding_error(self) -> UserError | None:
-        """Return the complaint about the first line that is not UTF-8."""
+        """Return the error about the first line that is not UTF-8, or None."""
         with self._open() as file:
             raw = file.read()
         try:
@@ -347,15 +339,15 @@ class _TextFile(TableFile):
 
     @abstractmethod
     def _parsed(self, kept: Sequence[pa.Field]) -> pa.Table:
-        """Return the file as a table, columns of these fields with their types."""
+        """Return the file as a table. kept: fields whose types are prescribed."""
 
     @abstractmethod
     def _lines(self) -> Iterator[tuple[int, int]]:
-        """Yield the number of each record's first line, from 1, and how many cells it has."""
+        """Yield the number of each record's first line, from 1, and of its cells."""
 
     @abstractmethod
     def _parse_error(self, error: Exception) -> UserError:
-        """Return what is wrong with a file that could not be parsed."""
+        """Return the error about a file that cannot be parsed."""
 
 
 def _is_number(kind: pa.DataType) -> bool:
@@ -367,7 +359,7 @@ def _only_member(path: Path) -> bytes:
     with zipfile.ZipFile(path) as archive:
         names = [name for name in archive.namelist() if not name.startswith("__MACOSX/")]
         if len(names) != 1:
-            raise data_error(path, f"must hold one file, got {len(names)}; pack one alone")
+            raise data_error(path, f"must hold one file, got {len(names)}; pack only one")
         return archive.read(names[0])
 
 
@@ -375,9 +367,7 @@ def _sheet_as_csv(path: Path) -> bytes:
     """Return the only sheet of an Excel file as CSV, line for line."""
     book = import_extra("openpyxl", "excel", str(path)).load_workbook(path, data_only=True)
     if len(sheets := book.worksheets) != 1:
-        raise data_error(
-            path, f"must have one sheet, got {len(sheets)}; save the one that is meant"
-        )
+        raise data_error(path, f"must have one sheet, got {len(sheets)}; save the one to be read")
     text = io.StringIO()
     rows = sheets[0].iter_rows(values_only=True)
     csv.writer(text).writerows(row if any(cell is not None for cell in row) else () for row in rows)
@@ -391,7 +381,7 @@ _UNPACK: dict[str, Callable[[Path], bytes]] = {
     ".xlsx": _sheet_as_csv,
 }
 _DECIMAL = r"^\s*[-+]?\d+(,\d+)?\s*$"
-_THOUSANDS = r"^\s*[-+]?\d{1,3}(,\d{3})*\s*$"  # 1,234 may be either
+_THOUSANDS = r"^\s*[-+]?\d{1,3}(,\d{3})*\s*$"  # 1,234 matches both
 _MARKED = r"^\s*[-+]?(\d{1,3}([.,]\d{3})*|\d+)([.,]\d+)?\s*$"
 
 
@@ -407,8 +397,8 @@ def are_marked_numbers(column: pa.ChunkedArray) -> bool:
 class CsvFile(_TextFile):
     """A CSV file with a first line of names.
 
-    Its columns are between commas, semicolons, tabs or bars, whichever the first line has most of.
-    Between semicolons, numbers may have decimal commas.
+    The delimiter is the most frequent of comma, semicolon, tab and bar in the first line. With
+    semicolons, numbers may have decimal commas.
     """
 
     # next to Arrow's own, those of SAS (.), of R and of old archives (? and -), and blanks
@@ -427,7 +417,7 @@ class CsvFile(_TextFile):
             _all_match(text, _DECIMAL) and not _all_match(text, _THOUSANDS) for text in texts
         ):
             table = self._table_with(kept, ",")
-        for place in reversed(range(table.num_columns)):  # behind a comma at the end of each line
+        for place in reversed(range(table.num_columns)):  # after a comma at the end of each line
             if not table.column_names[place] and pa.types.is_null(table.schema.field(place).type):
                 table = table.remove_column(place)
         names = table.column_names
@@ -481,17 +471,17 @@ class CsvFile(_TextFile):
             if count != width:
                 rule = f"must have {width} cells, as the first line, got {count}"
                 if count == width - 1:
-                    rule += "; does the first line end with a comma too many?"
+                    rule += " (check for a comma at the end of the first line)"
                 return data_error(self.path, f"{rule}; put texts with commas in quotes", line=line)
         return data_error(self.path, "cannot be read as CSV", cause=error)
 
 
 class JsonLinesFile(_TextFile):
-    """A JSONL file, an object a line."""
+    """A JSONL file, one object per line."""
 
     def _parsed(self, kept: Sequence[pa.Field]) -> pa.Table:
         with self._open() as file:
-            size = min(max(2**20, file.seek(0, io.SEEK_END)), 2**30)  # a line lies in one block
+            size = min(max(2**20, file.seek(0, io.SEEK_END)), 2**30)  # a line must fit into a block
             file.seek(0)
             return arrow_json.read_json(
                 file,
@@ -506,19 +496,20 @@ class JsonLinesFile(_TextFile):
                     yield number, 0
 
     def _parse_error(self, error: Exception) -> UserError:
-        """Return the row and the column that Arrow names, without its other words."""
+        """Return an error with the row and the column that Arrow names, without its text."""
         place = re.search(r"in row (\d+)$", str(error))
         column = re.search(r"^JSON parse error: Column\(/([^/()]+)", str(error))
         rule = "must be one JSON object"
         if column is not None:
-            rule = "must have one type, as the values before it or in the training split"
+            rule = "must have the type of the values before it, or of the training split"
         if place is None:
-            return data_error(self.path, "cannot be read as JSONL, an object a line", cause=error)
+            rule = "cannot be read as JSONL, one object per line"
+            return data_error(self.path, rule, cause=error)
         return self.error(rule, row=int(place[1]), column=column and column[1])
 
 
 class PictureFolder(TableFile):
-    """A folder CLASS/picture as a table: a column `image`, and the class's name as the `label`."""
+    """A folder CLASS/image as a table of the columns `image` and `label`, the class's name."""
 
     def __init__(self, path: Path, like: pa.Schema | None = None) -> None:
         self.path = path
@@ -531,7 +522,7 @@ class PictureFolder(TableFile):
 
     @property
     def files(self) -> list[Path]:
-        """Return the pictures in order."""
+        """Return the paths of the images in order."""
         return [picture for picture, _ in self._files]
 
     def _place(self, row: int) -> dict[str, Any]:
@@ -556,7 +547,7 @@ _KINDS = {each: JsonLinesFile if each.startswith(".jsonl") else CsvFile for each
 
 
 def picture_schema(names: list[str]) -> pa.Schema:
-    """Return the schema of pictures as `datasets` writes them: bytes, and the class as a number."""
+    """Return the schema of images as `datasets` writes them: bytes, and the class as a number."""
     about = {"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}}
     image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     fields = [("image", image), ("label", pa.int64())]

@@ -1,8 +1,8 @@
-"""Find the test inputs that a model from elsewhere is certified on, and bring pictures to its size.
+"""Read the test inputs of an imported model, and resize images to its input shape.
 
-A file that already holds inputs of the right size is read where it lies. Folders of
-pictures, one for each class, and pictures of other sizes are written as Parquet beside the run:
-the shorter side is resized (bilinear, antialiased) and the center is cropped, which is stated.
+A file with inputs of the right size is read where it is. Folders of images, one for each class, and
+images of other sizes are written to the run as Parquet: the shorter side is resized (bilinear,
+antialiased) and the center is cropped, which the run states.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _GRAY = ("1", "L", "LA", "F", "I", "I;16", "I;16B", "I;16L")  # modes of Pillow
 _AT_ONCE = 500
 
-_Size = tuple[int, ...] | None  # (C, H, W) of pictures; None: of the first input
+_Size = tuple[int, ...] | None  # (C, H, W) of images; None: that of the first input
 
 
 @dataclass(frozen=True)
 class TestInputs:
-    """Name test inputs of one size, and where their files lie.
+    """Test inputs of one size in files.
 
-    root, name, split: where a recipe finds them. image: the column of pictures; None for features.
-    names: of the classes; () where labels are numbers. shape: of one input. inputs: their number.
-    resized: how pictures were brought to the shape; "" where nothing was done.
+    root, name, split: as in a recipe. image: the column of images; None for features. names: of the
+    classes; () if labels are numbers. shape: of one input. inputs: their number. resized: how
+    images were resized, in words; "" if they were not.
     """
 
-    __test__ = False  # no test of pytest's
+    __test__ = False  # not a test class of pytest
 
     root: Path
     name: str
@@ -81,16 +81,16 @@ def find_test_inputs(
 
     Args:
         path: a Parquet, CSV or JSONL file; a folder with one of the test split; or a folder of
-            pictures, CLASS/*.png or test/CLASS/*.png, whose classes are numbered in alphabetical
+            images, CLASS/*.png or test/CLASS/*.png, whose classes are numbered in alphabetical
             order.
-        target: the folder that files are written into where `path` cannot be read as it is; its
-            parent becomes the root.
-        size: the model's input shape, (C, H, W) for pictures; None: that of the first input.
-        resize: what the shorter side of a picture is resized to; None: the larger of H and W,
-            where pictures have another size.
+        target: the folder for written files, if `path` cannot be read as it is; its parent becomes
+            the root.
+        size: the model's input shape, (C, H, W) for images; None: that of the first input.
+        resize: pixels of the shorter side of a resized image; None: the larger of H and W, only for
+            images of other sizes.
 
     Raises:
-        UserError: nothing there can be read, or inputs have another size and `size` is None.
+        UserError: nothing can be read, or inputs have different sizes and `size` is None.
     """
     check_utf8_name(path)
     path = path.resolve()
@@ -116,7 +116,7 @@ def find_test_inputs(
 def _found(
     files: list[Path], place: tuple[Path, str, str], target: Path, size: _Size, resize: int | None
 ) -> TestInputs:
-    """Find inputs in files. place: root, name and split by which a recipe names them."""
+    """Return the inputs of files. place: root, name and split of a recipe."""
     tables = [open_table(file) for file in files]
     first = tables[0]
     if not first.num_rows:
@@ -130,21 +130,20 @@ def _found(
         shape = find_input_shape(first, None, features)
         if size not in (None, shape):
             raise UserError(
-                f"--input: must be {shape[0]}, the features of {files[0]}, got {_by(size)}"
+                f"--input: must be {shape[0]}, the features of {files[0]}, got {size_text(size)}"
             )
-        found = replace(found, shape=shape)
-        return found if _readable(found, files) else _copied(found, files, target)
-    sizes = {_shape_of(raw, table, row) for table in tables for row, raw in _encoded(table, image)}
-    pixels = _pixels(next(_encoded(first, image))[1], first, 0)
-    wanted = _wanted(pixels.shape, sizes, size, files[0])
-    if resize is None and sizes == {wanted} and not isinstance(first, PictureFolder):
-        found = replace(found, shape=wanted)
-        return found if _readable(found, files) else _copied(found, files, target)
-    return _written(tables, found, target, wanted, resize)
+    else:
+        sizes = {_shape_of(raw, file, row) for file in tables for row, raw in _encoded(file, image)}
+        pixels = _pixels(next(_encoded(first, image))[1], first, 0)
+        shape = _wanted(pixels.shape, sizes, size, files[0])
+        if resize is not None or sizes != {shape} or isinstance(first, PictureFolder):
+            return _written(tables, found, target, shape, resize)
+    found = replace(found, shape=shape)
+    return found if _readable(found, files) else _copied(found, files, target)
 
 
 def _readable(found: TestInputs, files: list[Path]) -> bool:
-    """Whether a recipe that names root, name and split reads these files."""
+    """Return whether a recipe with this root, name and split reads these files."""
     if not (_NAME.fullmatch(found.name) and _NAME.fullmatch(found.split)):
         return False
     with suppress(UserError):
@@ -161,7 +160,7 @@ def _copied(found: TestInputs, files: list[Path], target: Path) -> TestInputs:
 
 
 def _encoded(table: TableFile, image: str) -> Iterator[tuple[int, bytes]]:
-    """Yield the row and the bytes of each picture of a column."""
+    """Yield the row and the bytes of each image of a column."""
     for first, some in table.rows([image]):
         encoded = image_bytes(some[image].combine_chunks(), table, image).to_pylist()
         for row, raw in enumerate(encoded, first):
@@ -171,11 +170,11 @@ def _encoded(table: TableFile, image: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _shape_of(raw: bytes, table: TableFile, row: int) -> tuple[int, int, int]:
-    """Return the shape of a picture, (C, H, W), from its header."""
+    """Return the shape of an image, (C, H, W), from its header."""
     try:
         with Image.open(io.BytesIO(raw), formats=FORMATS) as picture:
             return (1 if picture.mode in _GRAY else 3, picture.height, picture.width)
-    except Exception as error:  # decoders raise whatever a damaged picture leads them to
+    except Exception as error:  # decoders raise any error for a damaged image
         raise table.error("the image cannot be decoded", row=row, cause=error) from None
 
 
@@ -185,19 +184,19 @@ def _wanted(
     size: tuple[int, ...] | None,
     where: Path,
 ) -> tuple[int, ...]:
-    """The model's input shape, from what was asked for and what lies there."""
+    """Return the model's input shape, from the option `size` and the shapes of the images."""
     if size is None:
         if len(shapes) > 1:
             raise UserError(
-                f"--input: is required: the pictures of {where} have {len(shapes)} shapes; give "
+                f"--input: is required, as the images of {where} have {len(shapes)} shapes; give "
                 "that of the model, such as 3,224,224 (the shorter side is resized, the center "
                 "cropped)"
             )
         return first
     if len(size) != 3 or size[0] not in (1, 3):
         raise UserError(
-            f"--input: must be channels,height,width with 1 or 3 channels for the pictures of "
-            f"{where}, got {_by(size)}"
+            f"--input: must be channels,height,width with 1 or 3 channels for the images of "
+            f"{where}, got {size_text(size)}"
         )
     return size
 
@@ -209,7 +208,7 @@ def _written(
     size: tuple[int, ...],
     resize: int | None,
 ) -> TestInputs:
-    """Write pictures of the wanted size as PNG in Parquet."""
+    """Write images of this size as PNG in Parquet, and return their description."""
     height, width = size[1:]
     side = max(height, width) if resize is None else resize
     if side < max(height, width):
@@ -229,15 +228,17 @@ def _written(
             pictures = _encoded(table, str(found.image))
             of_classes = found.label, found.classes, found.names
             labels = (
-                label for first, some in table.rows([found.label])
+                label
+                for first, some in table.rows([found.label])
                 for label in class_numbers(some, table, first, *of_classes)
-            )  # fmt: skip
+            )
             for (row, raw), label in zip(pictures, labels, strict=True):
                 pixels = _pixels(raw, table, row)
                 brought = fit_picture(pixels, size, resize)
                 changed = changed or brought is not pixels
-                png = _png(Image.fromarray(_channels_last(brought)))
-                rows.append({"image": {"bytes": png, "path": None}, "label": int(label)})
+                png = io.BytesIO()
+                Image.fromarray(_channels_last(brought)).save(png, format="PNG")
+                rows.append({"image": {"bytes": png.getvalue(), "path": None}, "label": int(label)})
                 if len(rows) == _AT_ONCE:
                     file.write_table(pa.Table.from_pylist(rows, schema))
                     rows = []
@@ -260,20 +261,21 @@ def _written(
 def _pixels(raw: bytes, table: TableFile, row: int) -> np.ndarray:
     pixels = decode_row(raw, table, row)
     if pixels.dtype != np.uint8:
-        raise table.error(f"must have 8 bits a channel to be resized, got {pixels.dtype}", row=row)
+        rule = f"must have 8 bits per channel to be resized, got {pixels.dtype}"
+        raise table.error(rule, row=row)
     return pixels
 
 
 def fit_picture(pixels: np.ndarray, size: tuple[int, ...], resize: int | None) -> np.ndarray:
-    """Return a picture as an input of `size`, (C, H, W) uint8: itself where it has that size.
+    """Return an image resized and cropped to `size`, (C, H, W) uint8.
 
-    resize: what the shorter side becomes, of every picture; None: the larger side of `size`, of
-    pictures that have another size.
+    resize: pixels of the shorter side before the crop; None: the larger side of `size`, and images
+    that have this size are returned as they are.
     """
     if pixels.shape == size and resize is None:
         return pixels
     if pixels.dtype != np.uint8:
-        raise ValueError("must have 8 bits for each color to be resized")
+        raise ValueError("must have 8 bits per channel to be resized")
     channels, height, width = size
     side = max(height, width) if resize is None else resize
     found = np.asarray(resized(pixels, channels, side, (height, width)))
@@ -281,7 +283,7 @@ def fit_picture(pixels: np.ndarray, size: tuple[int, ...], resize: int | None) -
 
 
 def resized(pixels: np.ndarray, channels: int, side: int, crop: tuple[int, int]) -> Image.Image:
-    """Return a picture with its shorter side resized to `side` and its center cropped.
+    """Return an image with its shorter side resized to `side` and its center cropped.
 
     Args:
         pixels: (C, H, W) uint8, C = 1 or 3.
@@ -302,11 +304,6 @@ def _channels_last(pixels: np.ndarray) -> np.ndarray:
     return pixels[0] if len(pixels) == 1 else np.ascontiguousarray(np.moveaxis(pixels, 0, -1))
 
 
-def _png(picture: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    picture.save(buffer, format="PNG")
-    return buffer.getvalue()
-
-
-def _by(size: tuple[int, ...]) -> str:
+def size_text(size: tuple[int, ...]) -> str:
+    """Return a shape as the option --input takes it, such as "3,224,224"."""
     return ",".join(map(str, size))

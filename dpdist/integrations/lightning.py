@@ -21,7 +21,7 @@ from dpdist.config.sections import PrivacyRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.optional_imports import import_extra
 from dpdist.data.adapters import as_records
-from dpdist.data.overlap import count_common
+from dpdist.data.protocol import count_common
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.private_training import PrivateTraining, StepReport
 from dpdist.runs.folder import RunFolder

@@ -31,8 +31,7 @@ from dpdist.core.errors import UserError
 from dpdist.core.optional_imports import import_extra
 from dpdist.data.adapters import IGNORED, ItemRecords, Options, RecordError, without_transforms
 from dpdist.data.documents import PACKED, begin_again, tokenization_of
-from dpdist.data.overlap import count_common
-from dpdist.data.protocol import Records
+from dpdist.data.protocol import Records, count_common
 from dpdist.gradients.objective import additive_mask, looks_ahead
 from dpdist.models import TRAINED_BY, base_digest, base_dtype
 from dpdist.privacy.card import PRIVACY_CARD, PRIVACY_CARD_TEXT

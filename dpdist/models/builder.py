@@ -54,22 +54,22 @@ _BUILDING = threading.local()  # the name of the model that this thread makes
 
 
 def build_model(spec: ModelSpec) -> nn.Module:
-    """The freshly initialized module: float32 inputs (B, *input_shape) in [0, 1] to logits (B,
-    classes).
+    """Return a new module: float32 inputs (B, *input_shape) in [0, 1] to logits (B, classes).
 
-    With a frozen part it is Sequential(denoiser, classifier), that part without gradients. Raises
-    UserError when the factory is unknown, fails, or does not give such a module.
+    With a frozen part it is Sequential(denoiser, classifier), and that part has no gradients.
+    Raises UserError if the factory is unknown, fails, or returns no such module.
     """
     if spec.classifier is not None and spec.denoiser is not None:
         raise UserError(
-            "model: a frozen denoiser and a frozen classifier: nothing is left to train"
+            "model: must have one of a frozen denoiser and a frozen classifier, got both; leave "
+            "out one"
         )
     network: nn.Module
     if spec.classifier is not None:
         if spec.mean or spec.std:
             raise UserError(
-                "model.mean, model.std: a denoiser works on [0, 1]; normalization belongs to its "
-                "classifier"
+                "model.mean, model.std: must be left out of a denoiser, which reads [0, 1]; give "
+                "them to its classifier"
             )
         behind = build_model(spec.classifier).requires_grad_(False)
         denoiser = _build_network(spec)
@@ -97,19 +97,19 @@ def check_denoiser(module: nn.Module, spec: ModelSpec) -> None:
     try:
         with torch.no_grad():
             shape = tuple(module(torch.zeros(1, *spec.input_shape)).shape[1:])
-    except Exception as error:  # whatever a user's module does
+    except Exception as error:  # any error of a user's module
         raise UserError(f"denoiser {spec.name!r} fails: {error_text(error)}") from error
     if shape != tuple(spec.input_shape):
         raise UserError(
-            f"denoiser {spec.name!r} gives {shape} for inputs of shape {tuple(spec.input_shape)}: "
-            "before a classifier it must keep the shape"
+            f"denoiser {spec.name!r}: must keep the shape {tuple(spec.input_shape)} of its inputs, "
+            f"got {shape}"
         )
 
 
-class _Within(TorchFunctionMode):
+class _MemoryLimit(TorchFunctionMode):
     """Raise UserError before a model takes more memory than its file of weights could fill.
 
-    most: bytes of the file, of which each number takes one at least.
+    most: bytes of the file, at least one for each parameter.
     """
 
     def __init__(self, most: int) -> None:
@@ -120,7 +120,7 @@ class _Within(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         named = kwargs or {}
-        if func is torch.empty:  # which torch makes parameters of
+        if func is torch.empty:  # by which torch allocates parameters
             self._made += func(*args, **{**named, "device": "meta"}).numel()
             if self._made > self._most:
                 raise UserError(
@@ -131,7 +131,7 @@ class _Within(TorchFunctionMode):
 
 
 def _factory(name: str) -> Callable[..., Any]:
-    """`import_factory`, and its code as it is when it is imported. Raises UserError."""
+    """Return the factory as `import_factory`, and record the digest of the imported code."""
     if name in named_networks():
         return import_factory(name)
     check_name(name)
@@ -142,7 +142,7 @@ def _factory(name: str) -> Callable[..., Any]:
     if code and home and home not in code and is_covered_module(name, home):
         raise UserError(
             f"model.name: must name the module that defines the factory, {home}, so that its code "
-            f"belongs to the model; got {name!r}, which imports it by a name that is computed"
+            f"is part of the model, got {name!r}, which imports it by a computed name"
         )
     record_digests(name, code)
     return factory
@@ -151,23 +151,15 @@ def _factory(name: str) -> Callable[..., Any]:
 def takes_shape(factory: Callable[..., Any], options: Mapping[str, Any]) -> bool:
     """Return whether a factory is called with input shape and number of classes before its options.
 
-    It is, unless its signature says otherwise: a factory whose first two parameters are optional,
-    or are not there, and of which the first does not speak of a shape, is called with the options
-    alone, as one is whose first parameter an option names. So are most that were written for other
-    projects, such as `def resnet(num_classes=10)`.
+    It is called only with its options if it has fewer than two positional parameters, or if the
+    first two are optional and the first is not named after a shape, as in most other projects
+    (`def resnet(num_classes=10)`), or if an option names the first one.
     """
-    try:
-        parameters = list(inspect.signature(factory).parameters.values())
-    except (TypeError, ValueError):  # of a builtin
+    parameters = _parameters(factory)
+    if parameters is None or any(each.kind == each.VAR_POSITIONAL for each in parameters.values()):
         return True
-    positional = [
-        each
-        for each in parameters
-        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
-    ]
-    if any(each.kind == each.VAR_POSITIONAL for each in parameters):
-        return True
-    first_two = positional[:2]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    first_two = [each for each in parameters.values() if each.kind in kinds][:2]
     if len(first_two) < 2:
         return False
     first = first_two[0].name
@@ -176,15 +168,19 @@ def takes_shape(factory: Callable[..., Any], options: Mapping[str, Any]) -> bool
 
 
 def class_parameter(factory: Callable[..., Any]) -> str | None:
-    """Return the keyword by which a factory takes the number of classes; None where it has none."""
-    try:
-        parameters = inspect.signature(factory).parameters
-    except (TypeError, ValueError):
-        return None
-    return next((name for name in _CLASS_PARAMETERS if name in parameters), None)
+    """Return a factory's keyword for the number of classes, or None."""
+    known = _parameters(factory) or {}
+    return next((name for name in _CLASS_PARAMETERS if name in known), None)
 
 
 _CLASS_PARAMETERS = ("num_classes", "n_classes", "classes", "nclasses", "num_labels")
+
+
+def _parameters(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    try:
+        return inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # of a builtin
+        return None
 
 
 def _build_network(spec: ModelSpec) -> nn.Module:
@@ -195,7 +191,7 @@ def _build_network(spec: ModelSpec) -> nn.Module:
         network: nn.Module = factory(*shape, **spec.options)
     except UserError:
         raise
-    except Exception as error:  # whatever a user's factory does
+    except Exception as error:  # any error of a user's factory
         reason = f"{type(error).__name__}: {error_text(error)}"
         raise UserError(
             f"model {spec.name!r} cannot be built: {reason}",
@@ -203,7 +199,8 @@ def _build_network(spec: ModelSpec) -> nn.Module:
         ) from error
     if not isinstance(network, nn.Module):
         raise UserError(
-            f"model {spec.name!r}: the factory returned {type(network).__name__}, no Module"
+            f"model {spec.name!r}: the factory must return a torch module, got "
+            f"{type(network).__name__}"
         )
     if spec.following and spec.name not in named_networks():
         network = NextTokenLogits.around(network) or network
@@ -215,14 +212,17 @@ def _build_network(spec: ModelSpec) -> nn.Module:
 def normalized(
     network: nn.Module, input_shape: Sequence[int], mean: Sequence[float], std: Sequence[float]
 ) -> nn.Module:
-    """Return (x - mean) / std, then the network; one constant per channel, or one for all.
+    """Return a module of (x - mean) / std, then the network.
 
-    Raises UserError for another number of constants, or an std that is not positive.
+    mean, std: one constant per channel, or one for all. Raises UserError for other numbers of
+    constants, or an std that is not positive.
     """
     constants = []
     for which, values in (("mean", mean), ("std", std)):
         if len(values) not in (1, input_shape[0]):
-            raise UserError(f"model.{which}: give 1 or {input_shape[0]} values, got {len(values)}")
+            raise UserError(
+                f"model.{which}: must have 1 or {input_shape[0]} values, got {len(values)}"
+            )
         constants.append(torch.tensor(values).reshape(-1, *[1] * (len(input_shape) - 1)))
     if min(std) <= 0:
         raise UserError(f"model.std: must be > 0, got {min(std)}")
@@ -230,11 +230,12 @@ def normalized(
 
 
 def check_outputs(module: nn.Module, spec: ModelSpec, *, may_draw: bool = False) -> None:
-    """Raise UserError unless the module maps (B, *input_shape) to (B, classes), or (B, T, classes)
-    where it says what follows, without drawing.
+    """Raise UserError unless the module maps (B, *input_shape) to (B, classes).
 
-    may_draw: whether it may draw, as in steps whose draws are keyed
-    (`dpdist.gradients.random_passes`); an answer that draws cannot be given again.
+    A model of next tokens returns (B, T, classes).
+
+    may_draw: whether the forward pass may use random numbers, as in steps that seed them by key
+    (`dpdist.gradients.random_passes`); a random output cannot be reproduced.
     """
     signature = Signature.parse(spec.signature, spec.name) if spec.signature else None
     inputs = torch.zeros(2, *spec.input_shape)
@@ -242,7 +243,7 @@ def check_outputs(module: nn.Module, spec: ModelSpec, *, may_draw: bool = False)
         before = torch.get_rng_state()
         try:
             outputs = signature.outputs(module, signature.zeros(2)) if signature else module(inputs)
-        except Exception as error:  # whatever a user's module does
+        except Exception as error:  # any error of a user's module
             reason = f"{type(error).__name__}: {error_text(error)}"
             read = f"of shape {tuple(inputs.shape)}" if signature is None else str(signature)
             raise UserError(f"model {spec.name!r} fails on inputs {read}: {reason}") from error
@@ -252,25 +253,28 @@ def check_outputs(module: nn.Module, spec: ModelSpec, *, may_draw: bool = False)
     if shape != wanted:
         each = "class" if not spec.following else "token, at each position of data.text.length"
         raise UserError(
-            f"model {spec.name!r} gives {shape} for 2 inputs, must be {wanted}: one logit for each "
-            f"{each}"
+            f"model {spec.name!r}: must return {wanted} for 2 inputs, one logit for each {each}, "
+            f"got {shape}"
         )
     if drew and not may_draw:
         raise UserError(
-            f"model {spec.name!r} draws random numbers in its forward pass (dropout?), which only "
-            "methods dp-sgd, dplis and input-noise without consistency key by record: take one of "
-            "these, or set its probability to 0",
+            f"model {spec.name!r} uses random numbers in its forward pass (dropout?), which only "
+            "methods dp-sgd, dplis and input-noise without consistency support; take one of these, "
+            "or set its probability to 0",
             see="explanation/gradients.md#random-numbers-in-a-pass",
         )
 
 
 def initialize(spec: ModelSpec, seed: int) -> nn.Module:
-    """`build_model` with initial weights that depend only on `seed`; the global generator is left
-    alone. Raises UserError where the factory's own module comes here while it is imported."""
-    if getattr(_BUILDING, "name", None) is not None:  # the lock would wait for itself, for ever
+    """Return a new model whose initial weights depend only on `seed`.
+
+    The global generator is restored. Raises UserError if the factory's module builds a model while
+    it is imported.
+    """
+    if getattr(_BUILDING, "name", None) is not None:  # the lock would wait for itself forever
         raise UserError(
-            f"a model is made while {_BUILDING.name!r} is imported: put the factory into a file of "
-            "its own, or the script's lines behind if __name__ == '__main__'"
+            f"a model is built while {_BUILDING.name!r} is imported: put the factory into a "
+            "separate file, or the script's lines under if __name__ == '__main__'"
         )
     with _GLOBAL_GENERATOR_LOCK, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -282,11 +286,12 @@ def initialize(spec: ModelSpec, seed: int) -> nn.Module:
 
 
 def load_weights(module: nn.Module, folder: Path, part: str | None = None) -> None:
-    """Copy the weights saved in `folder` into a module of the same shape (public pre-training), or
-    those of a base into a model with adapters (`spec.py`).
+    """Copy the weights in `folder` into a module of the same architecture.
 
-    part: DENOISER or CLASSIFIER, when the module is that part of the saved model. Raises UserError
-    when they do not fit.
+    A base's weights are copied into a model with adapters.
+
+    part: DENOISER or CLASSIFIER, if the module is that part of the saved model. Raises UserError if
+    they do not fit.
     """
     if is_base_model(Path(folder)):
         load_base_weights(module, Path(folder))
@@ -304,11 +309,11 @@ def load_weights(module: nn.Module, folder: Path, part: str | None = None) -> No
 
 
 def save(module: nn.Module, spec: ModelSpec, folder: Path) -> None:
-    """Write model.safetensors and model.json into `folder`, each whole or not at all."""
+    """Write model.safetensors and model.json to `folder`, each atomically."""
     if isinstance(module, ViewAverage):
-        module = module.network  # the description says that it is averaged
+        module = module.network  # model.json describes the average
     folder.mkdir(parents=True, exist_ok=True)
-    # Copies, because tied weights share their memory, which safetensors refuses.
+    # Copies, because tied weights share memory, which safetensors does not support.
     tensors = {
         name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, value in module.state_dict().items()
@@ -319,10 +324,10 @@ def save(module: nn.Module, spec: ModelSpec, folder: Path) -> None:
 
 
 def load(folder: Path, *, trusted_factory: str | None = None) -> nn.Module:
-    """The saved model in eval mode, with its average over views where it has one.
+    """Return the saved model in eval mode, with its average over views if it has one.
 
-    A model.json may come from somebody else, so a factory outside the zoo is imported only when the
-    caller names that same factory (from the own recipe) as trusted. Raises UserError otherwise.
+    A model.json may come from third parties, so a factory outside the zoo is imported only if the
+    caller names it as trusted. Raises UserError otherwise.
     """
     network, spec = load_network(folder, trusted_factory=trusted_factory), read_spec(folder)
     if not spec.averages_views:
@@ -331,14 +336,14 @@ def load(folder: Path, *, trusted_factory: str | None = None) -> nn.Module:
 
 
 def load_network(folder: Path, *, trusted_factory: str | None = None) -> nn.Module:
-    """As `load`, without the average: what was trained, not what answers."""
+    """Return the trained model as `load`, without an average over views."""
     spec = read_spec(folder)
     check_trusted(spec, trusted_factory, folder)
     read_factory_code(folder).check(folder)
     check_views(spec)
     limit: AbstractContextManager[Any] = nullcontext()
     if not (spec.user_factories or is_base_model(Path(folder))):
-        limit = _Within(check_regular_file(Path(folder) / "model.safetensors").stat().st_size)
+        limit = _MemoryLimit(check_regular_file(Path(folder) / "model.safetensors").stat().st_size)
     with limit:
         module = build_model(spec)
     load_weights(module, folder)

@@ -1,20 +1,18 @@
-"""Digest the code of a model from outside the zoo: of its modules, and of live objects.
+"""Compute digests of the code of a model outside the zoo: of its modules, and of live objects.
 
-Covered is the source of the module that a factory "package.module:factory" names, of the packages
-around it, and of the modules beside it that any of these imports or names in a string: in the same
-folder as the factory's top-level module or package, below that package, or, where that is
-installed, of the same package. Not covered are installed libraries, Python itself, dpdist, modules
-imported by a computed name, and files that the code reads. Names of modules count, places do not:
-the same code has the same digests in every folder and on every host. A changed comment is changed
-code. docs/how-to/extending.md says so too.
+A factory "package.module:factory" is covered by the source of its module, of the packages around
+it, and of the modules that any of these imports or names in a string, if they are in the folder of
+the factory's top-level module or package, or below that package (if that is installed, only of the
+same package). Installed libraries, Python itself, dpdist, modules imported by a computed name, and
+files that the code reads are not covered. Digests depend on names of modules, not on their paths,
+so they are the same on every host. A changed comment changes a digest (docs/how-to/extending.md).
 
-Nothing is imported to find out.
+Nothing is imported to compute a digest.
 
-Live objects are digested by value: a module or a function, with everything that it computes with.
-Two objects of one digest give the same answers: it covers code, tensors, attributes, closures, and
-the globals that a script's or a notebook's functions read. Code that can be imported is covered by
-its sources, and libraries are named. The digest is the same in every process: no address, no order
-of a set and no line number is in it.
+Live objects are digested by value, with everything they compute with: code, tensors, attributes,
+closures, and the globals that functions of a script or notebook read. Two objects of one digest
+return the same outputs. Importable code is covered by its sources, and libraries by name. The
+digest is the same in every process: it has no address, order of a set or line number.
 """
 
 from __future__ import annotations
@@ -43,51 +41,51 @@ from dpdist.core.errors import UserError
 
 _OWN_PACKAGE = "dpdist"
 _MODULE = re.compile(r"\.?[^\W\d]\w*(\.[^\W\d]\w*)*")
-# Python 3.11 ends in a SystemError where two threads make syntax trees at once (CPython 106905).
+# Python 3.11 fails with a SystemError if two threads parse at once (CPython 106905).
 _PARSE_LOCK = threading.Lock()
 _INSTALLED = {"site-packages", "dist-packages"}
-MAIN = ("__main__", "__mp_main__")  # names of what was started, which nobody imports
-# What was read when a factory's module was imported: its `ModuleSpec`, another after a reload.
+MAIN = ("__main__", "__mp_main__")  # names of the started program, which cannot be imported
+# By module, when it was imported: its `ModuleSpec`, which a reload changes, and digests.
 _DIGESTS_AT_IMPORT: dict[str, tuple[Any, dict[str, str]]] = {}
 
 
 @dataclass(frozen=True)
 class FactoryCode:
-    """The code of some factories. modules: digest by the module's name; empty where a model does
-    not say of which code it is."""
+    """The code of some factories. modules: digest by module; empty if a model has none."""
 
     factories: tuple[str, ...] = ()
     modules: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_factories(cls, factories: Sequence[str]) -> FactoryCode:
-        """Return the code that these factories have in this process. Raises UserError for a module
-        whose source cannot be read."""
+        """Return the code of these factories in this process.
+
+        Raises UserError for a module whose source cannot be read.
+        """
         found: dict[str, str] = {}
         for name in factories:
             found |= source_digests(name)
         return cls(tuple(factories), dict(sorted(found.items())))
 
     def check(self, context: object) -> None:
-        """Raise UserError where this process has other code than is stated here."""
+        """Raise UserError if this process has different code."""
         if not self.modules:
             return
         here = FactoryCode.from_factories(self.factories).modules
         every = sorted(self.modules.keys() | here.keys())
         if other := [name for name in every if self.modules.get(name) != here.get(name)]:
             raise UserError(
-                f"{context}: model.name: must be the code with which the model was saved; "
-                f"{', '.join(other)} of {', '.join(self.factories)} changed since, and so may the "
-                "function have that was trained and certified: put the code back, or train again",
+                f"{context}: model.name: must have the code with which the model was saved, but "
+                f"{', '.join(other)} of {', '.join(self.factories)} changed since, so the trained "
+                "and certified function may differ; restore the code, or train again",
                 see="how-to/extending.md#a-model",
             )
 
 
 def source_digests(factory: str) -> dict[str, str]:
-    """Return the digest of each covered module, by its name.
+    """Return the digest of each covered module by name, from when the factory was imported.
 
-    They are those of the time when the process imported the factory's module. Raises UserError for
-    a module whose source cannot be read.
+    Raises UserError for a module whose source cannot be read.
     """
     module = factory.partition(":")[0]
     if (
@@ -96,29 +94,28 @@ def source_digests(factory: str) -> dict[str, str]:
     ):
         return _DIGESTS_AT_IMPORT[module][1]
     found = _compute_digests(module, factory)
-    if is_library(module):  # an installed package has thousands of files: one look at them
+    if is_library(module):  # an installed package may have thousands of files: read them once
         record_digests(factory, found)
     return found
 
 
 def require_current_sources(factory: str, context: object) -> None:
-    """Raise UserError where a covered module's file changed since this process imported it.
+    """Raise UserError if a covered module's file changed since this process imported it.
 
-    A new process would execute the file, this one executes what it has loaded.
+    A new process would execute the file; this one executes the loaded code.
     """
     loaded, stored = source_digests(factory), _compute_digests(factory.partition(":")[0], factory)
-    record_digests(factory, loaded)  # of a class of one's own this is the first look
+    record_digests(factory, loaded)  # for a class of a script this is the first time
     every = sorted(loaded.keys() | stored.keys())
     if other := [name for name in every if loaded.get(name) != stored.get(name)]:
         raise UserError(
-            f"{context}: {', '.join(other)} of {factory} changed since this process imported it, "
-            "which would go on with the old code: start the process anew, and the same call "
-            "continues"
+            f"{context}: {', '.join(other)} of {factory} changed since this process imported it; "
+            "restart the process to run the new code, and the same call continues"
         )
 
 
 def record_digests(factory: str, found: dict[str, str]) -> None:
-    """Keep what `source_digests` returned just before the factory's module was imported."""
+    """Store the digests from just before the factory's module was imported."""
     module = factory.partition(":")[0]
     known = _DIGESTS_AT_IMPORT.get(module)
     if known is None or known[0] is not _identity(module):
@@ -150,17 +147,14 @@ def _compute_digests(module: str, factory: str) -> dict[str, str]:
         waiting += _imports(raw, name, top, spec.submodule_search_locations is not None)
     if module in sys.modules and module not in found:
         raise UserError(
-            f"model.name: the source of {factory!r} cannot be read; put the factory into a module "
-            "of its own, a file that ends in .py"
+            f"model.name: the source of {factory!r} cannot be read; put the factory into a "
+            "separate module, a file that ends in .py"
         )
     return found
 
 
 def is_library(module: str) -> bool:
-    """Return whether a module is Python's, dpdist's or of an installed package.
-
-    A main module is none, though a library may have started it.
-    """
+    """Return whether a module is Python's, dpdist's or of an installed package, and not main."""
     if module in MAIN:
         return False
     top = module.partition(".")[0]
@@ -169,13 +163,13 @@ def is_library(module: str) -> bool:
 
 
 def is_covered_module(factory: str, module: str) -> bool:
-    """Return whether a module is one of those that are covered when the factory's code uses it."""
+    """Return whether the digests of a factory cover a module that its code uses."""
     top, first = factory.partition(":")[0].partition(".")[0], module.partition(".")[0]
     return first == top or _is_in_roots(first, _root_folders(top), top)
 
 
 def _is_in_roots(first: str, roots: set[str], top: str) -> bool:
-    """Return whether a top-level module lies in one of the roots, or below the package `top`."""
+    """Return whether a top-level module is in one of the roots, or below the package `top`."""
     inside = tuple(os.path.join(root, top) + os.sep for root in roots)
     return any(
         folder in roots or f"{folder}{os.sep}".startswith(inside) for folder in _root_folders(first)
@@ -183,7 +177,7 @@ def _is_in_roots(first: str, roots: set[str], top: str) -> bool:
 
 
 def _root_folders(top: str) -> set[str]:
-    """The folders that hold a top-level module or package; none for one that is installed."""
+    """Return the folders of a top-level module or package; empty if it is installed."""
     spec = _find_module_spec(top)
     if spec is None:
         return set()
@@ -201,11 +195,11 @@ def _root_folders(top: str) -> set[str]:
 
 
 def _find_module_spec(name: str) -> ModuleSpec | None:
-    """Where a module lies, as this process has loaded it or would; nothing is imported."""
+    """Return the spec of a module as this process loaded or would load it, without importing it."""
     loaded = sys.modules.get(name)
     spec = getattr(loaded, "__spec__", None)
     if spec is not None or loaded is not None:
-        file = getattr(loaded, "__file__", None)  # of a script, which has no spec
+        file = getattr(loaded, "__file__", None)  # a script has no spec
         return spec or (None if file is None else spec_from_file_location(name, file))
     outer, _, _ = name.rpartition(".")
     path = None
@@ -218,7 +212,7 @@ def _find_module_spec(name: str) -> ModuleSpec | None:
         try:
             if (spec := finder.find_spec(name, path)) is not None:
                 return spec
-        except KeyError:  # a namespace in a package that is not imported yet
+        except KeyError:  # a namespace of a package that is not imported yet
             return _namespace(name, path or [])
         except (ImportError, ValueError, AttributeError):
             continue
@@ -226,7 +220,7 @@ def _find_module_spec(name: str) -> ModuleSpec | None:
 
 
 def _namespace(name: str, path: Iterable[str]) -> ModuleSpec | None:
-    """The specification of a package without a file of its own, below these folders."""
+    """Return the spec of a namespace package below these folders, or None."""
     last = name.rpartition(".")[2]
     places = [place for each in path if os.path.isdir(place := os.path.join(each, last))]
     spec = ModuleSpec(name, None)
@@ -235,7 +229,7 @@ def _namespace(name: str, path: Iterable[str]) -> ModuleSpec | None:
 
 
 def _read_source(spec: ModuleSpec) -> bytes | None:
-    """The bytes of a module's file; of a package without one, none."""
+    """Return the bytes of a module's file, empty for a namespace package; None for others."""
     if not spec.has_location or spec.origin is None:
         return b"" if spec.submodule_search_locations is not None else None
     try:
@@ -249,8 +243,8 @@ def _read_source(spec: ModuleSpec) -> bytes | None:
 _IMPORTS: dict[tuple[bytes, str, str, bool], tuple[str, ...]] = {}
 
 
-def _imports(raw: bytes, name: str, top: str, package: bool) -> Iterable[str]:
-    """Return the modules that a source may import, found once for each writing of it."""
+def _imports(raw: bytes, name: str, top: str, package: bool) -> tuple[str, ...]:
+    """Return the modules that a source may import when it runs, and their packages."""
     key = hashlib.blake2b(raw, digest_size=16).digest(), name, top, package
     if key not in _IMPORTS:
         _IMPORTS[key] = tuple(_find_imports(raw, name, top, package))
@@ -258,15 +252,14 @@ def _imports(raw: bytes, name: str, top: str, package: bool) -> Iterable[str]:
 
 
 def _find_imports(raw: bytes, name: str, top: str, package: bool) -> Iterator[str]:
-    """Yield the modules that a source may import when it runs, and their packages.
+    """Yield the modules of `_imports`, from import statements, calls and strings.
 
-    A string that names a module of the package `top` counts too: so do packages list what they
-    import on first use.
+    A string that names a module of the package `top` counts, as packages list lazy imports so.
     """
     try:
         with _PARSE_LOCK:
             tree = ast.parse(raw)
-    except (SyntaxError, ValueError):  # an extension, or no Python: importing it will say so
+    except (SyntaxError, ValueError):  # an extension, or not Python: importing it raises an error
         return
     around = name if package else name.rpartition(".")[0]
     for node in _executed_nodes(tree):
@@ -297,7 +290,7 @@ def _is_name(value: Any) -> TypeGuard[str]:
 
 
 def _executed_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those that only type checkers see."""
+    """Yield all nodes except those for type checkers."""
     waiting = [tree]
     while waiting:
         node = waiting.pop()
@@ -309,20 +302,19 @@ def _executed_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _module_and_packages(name: str) -> Iterator[str]:
-    """A module's name, behind those of the packages around it."""
+    """Yield the names of the packages around a module, then its own."""
     parts = name.split(".")
     yield from (".".join(parts[: end + 1]) for end in range(len(parts)))
 
 
-# --- the code of a script's objects -----------------------------------------------------------
+# --- code of a script -------------------------------------------------------------------------
 
 
 def code_digest_of(*things: Any) -> str:
     """Return a digest of the code of classes, functions and modules' classes, and of the script.
 
-    Covered are the modules that define them and what these import (`source_digests`), and the file
-    that was started; of a notebook, the classes and functions themselves; of installed libraries,
-    their versions.
+    It covers the modules that define them and their imports (`source_digests`), and the started
+    file; in a notebook, the classes and functions themselves; of installed libraries, the versions.
     """
     from torch import nn
 
@@ -331,7 +323,7 @@ def code_digest_of(*things: Any) -> str:
     if main is not None and Path(main).is_file():
         found["__main__"] = _digest_bytes(Path(main).read_bytes())
     parts = [type(m) for each in things if isinstance(each, nn.Module) for m in each.modules()]
-    known: dict[str, dict[str, str]] = {}  # by module: one walk over a package for all its classes
+    known: dict[str, dict[str, str]] = {}  # by module, so that a package is read once
     for thing in [*dict.fromkeys(parts), *(each for each in things if callable(each))]:
         home, name = str(getattr(thing, "__module__", "")), getattr(thing, "__qualname__", "")
         if is_library(home):
@@ -348,7 +340,7 @@ def code_digest_of(*things: Any) -> str:
 
 
 def _source(thing: Any) -> bytes:
-    """Return the source of a class or function; where there is none, its code as it is executed."""
+    """Return the source of a class or function; without source, its bytecode."""
     try:
         return inspect.getsource(thing).encode()
     except (OSError, TypeError):
@@ -364,33 +356,33 @@ def _digest_bytes(raw: bytes) -> str:
 # --- live objects -----------------------------------------------------------------------------
 
 
-_OF_A_CLASS = (  # members of a class that say nothing of what it does, or only where it stands
+_OF_A_CLASS = (  # members of a class that do not affect what it computes
     "__abstractmethods__", "__annotations__", "__dict__", "__doc__", "__firstlineno__",
     "__module__", "__qualname__", "__static_attributes__", "__weakref__", "_abc_impl",
 )  # fmt: skip
-_BY_REPR = (bool, int, complex, str, bytes, type(None), type(...), type(NotImplemented), range,
-            slice, re.Pattern, PurePath)  # fmt: skip
+_SINGLETONS = (type(None), type(...), type(NotImplemented))
+_BY_REPR = (*_SINGLETONS, bool, int, complex, str, bytes, range, slice, re.Pattern, PurePath)
 _BUILT_IN = (
     types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
     types.MethodWrapperType, types.GetSetDescriptorType, types.MemberDescriptorType,
     types.ClassMethodDescriptorType,
 )  # fmt: skip
-_OF_HEAP = 1 << 9  # of a class made by Python code
+_OF_HEAP = 1 << 9  # flag of a class defined by Python code
 
 
 class _NoDigest(Exception):
-    """Something whose value cannot be read."""
+    """An object whose state cannot be read."""
 
 
 def object_digest(*values: Any) -> str | None:
-    """Return a digest of these objects, of everything that they compute with.
+    """Return a digest of these objects and of everything that they compute with.
 
     Args:
         values: torch modules, functions, other callables, and plain values.
 
     Returns:
-        32 hex digits; None where a part has a state that cannot be read, such as a compiled graph,
-        an open file or a generator of random numbers.
+        32 hex digits; None if the state of a part cannot be read, such as that of a compiled graph,
+        an open file or a random generator.
     """
     digest = _Digest()
     try:
@@ -402,7 +394,7 @@ def object_digest(*values: Any) -> str | None:
 
 
 def code_bytes(code: types.CodeType) -> bytes:
-    """Return what a function executes, as bytes: without its name of a file and its lines."""
+    """Return what a function executes as bytes, without file name and line numbers."""
     inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
     plain = [_constant(each) for each in code.co_consts if not isinstance(each, types.CodeType)]
     names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
@@ -411,7 +403,7 @@ def code_bytes(code: types.CodeType) -> bytes:
 
 
 def _constant(value: Any) -> str:
-    """Return a constant of a function as text; a set has no order in it."""
+    """Return a constant of a function as text, with sets sorted."""
     if isinstance(value, frozenset):
         return f"frozenset{sorted(map(_constant, value))}"
     if isinstance(value, tuple):
@@ -426,12 +418,12 @@ def _globals_of(code: types.CodeType) -> set[str]:
 
 
 class _Digest:
-    """Adds values one after the other; an object that comes again is named by its first place."""
+    """A digest to which values are added; a repeated object is named by its first position."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=16, person=b"dpdist.object")
         self._places: dict[int, int] = {}
-        self._kept: list[Any] = []  # so that no id is given twice
+        self._kept: list[Any] = []  # alive, so that ids are unique
 
     def hexdigest(self) -> str:
         return self._hash.hexdigest()
@@ -517,7 +509,7 @@ class _Digest:
             raise _NoDigest from error
 
     def _module(self, name: str) -> None:
-        """Add a module by name, and by the sources that its code lies in."""
+        """Add a module by name and by its sources."""
         self._put("module", name)
         if name in MAIN or is_library(name):
             return
@@ -530,7 +522,7 @@ class _Digest:
         self._put("sources", repr(sorted(sources.items())))
 
     def _named(self, value: Any) -> bool:
-        """Add by name what can be imported; return whether it could."""
+        """Add an importable object by name; return whether it is importable."""
         name = getattr(value, "__module__", None) or ""
         if name in MAIN or "<locals>" in value.__qualname__:
             return False
@@ -567,7 +559,7 @@ class _Digest:
             self.add(function.__globals__[name])
 
     def _instance(self, value: Any) -> None:
-        """Add an object's class and attributes; those of a mapping, its items too."""
+        """Add an object's class and attributes, and the items of a mapping."""
         kind = type(value)
         slots = [name for base in kind.__mro__ for name in _slots_of(base)]
         if not (hasattr(value, "__dict__") or slots or isinstance(value, dict)):
@@ -580,7 +572,7 @@ class _Digest:
             self._each("items", [part for pair in value.items() for part in pair])
         for name, each in vars(value).items() if hasattr(value, "__dict__") else ():
             self._put("attribute", name)
-            # Hooks lie under numbers that count all hooks of a process.
+            # Keys of hooks count all hooks of the process.
             self.add(list(each.values()) if name.endswith("_hooks") and each else each)
         for name in slots:
             if hasattr(value, name):
@@ -601,9 +593,9 @@ def _slots_of(kind: type) -> list[str]:
 
 
 def _has_hidden_state(kind: type) -> bool:
-    """Return whether objects of a class may hold more than their attributes.
+    """Return whether objects of a class may have state besides their attributes.
 
-    Those of a class written in C do, and those of one that defines how they are pickled.
+    That is so for a class written in C, or one that defines how it is pickled.
     """
     return any(
         "__reduce__" in vars(base) or "__reduce_ex__" in vars(base) or not base.__flags__ & _OF_HEAP

@@ -1,10 +1,10 @@
 """Features before a linear head: the penultimate layer, filters of patches, and scattering.
 
-Public features are a fixed function of one record, the same for every user. They read no data and
-cost nothing: public cosines, and scattering of the first order (Bruna and Mallat, "Invariant
-Scattering Convolution Networks", 2013), moduli of wavelet coefficients of which low frequencies
-are kept. Filters may also come from what private patches have in common. Responses are rectified
-on either side and averaged over large squares, which a change of single pixels moves little.
+Public features are a fixed function of one record. They do not depend on data and have no privacy
+cost: public cosines, and scattering of the first order (Bruna and Mallat, "Invariant Scattering
+Convolution Networks", 2013), low frequencies of the moduli of wavelet coefficients. Filters may
+also be computed from moments of private patches. The positive and negative parts of responses are
+averaged over large squares, so that a change of single pixels has little effect.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from dpdist.core.errors import UserError
 
 
 def last_linear(model: nn.Module) -> nn.Linear:
-    """The last dense layer, with a bias, among the modules. Raises UserError for a model without;
-    `PenultimateFeatures` finds out whether it is what the model ends with."""
+    """Return the last linear layer among the modules. Raises UserError without one, or its bias.
+
+    `PenultimateFeatures` checks that the model ends with it.
+    """
     found = [module for module in model.modules() if type(module) is nn.Linear]
     if not found or found[-1].bias is None:
         raise UserError("the model must end in a linear layer with a bias: its head")
@@ -31,16 +33,17 @@ def last_linear(model: nn.Module) -> nn.Linear:
 
 
 class PenultimateFeatures:
-    """The input of a model's last linear layer for a batch: (B, ...) to (B, D), in inference.
+    """The input of a model's last linear layer for a batch, (B, ...) to (B, D), in eval mode.
 
-    Raises UserError for a model that does not end in that layer.
+    The model belongs to this object afterwards. Raises UserError if it does not end in that layer.
+
+    inputs: (B, ...) for a test.
     """
 
     def __init__(self, model: nn.Module, inputs: Tensor) -> None:
-        """inputs: (B, ...) to try it on. The model is this object's from now on."""
         self._model, self._head = model.eval().requires_grad_(False), last_linear(model)
         self._captured: list[Tensor] = []
-        seen = self._captured  # the hook holds the list, not us: a cycle keeps models and features
+        seen = self._captured  # the hook refers to the list, not to this object: no cycle
         self._head.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
         with torch.no_grad():
             answers = self._model(inputs)
@@ -49,7 +52,7 @@ class PenultimateFeatures:
                 raise UserError("the model must end in its last linear layer, used once: its head")
 
     def __call__(self, inputs: Tensor, track_gradients: bool = False) -> Tensor:
-        """track_gradients: for gradients by the inputs."""
+        """Return the features. track_gradients: for gradients with respect to the inputs."""
         self._captured.clear()
         with torch.set_grad_enabled(track_gradients):
             self._model(inputs)
@@ -59,15 +62,15 @@ class PenultimateFeatures:
 # --- filters of patches -----------------------------------------------------------------------
 
 
-_TINY = 1e-8  # under the root of a square: smooth at 0
+_TINY = 1e-8  # added under square roots, which are then smooth at 0
 
 
 class PatchFeatures(nn.Module):
-    """Images (B, C, H, W) to features (B, D) of norm 1: each filter's positive and negative part,
-    averaged over squares of `pool` pixels.
+    """Images (B, C, H, W) to features (B, D) of norm 1.
 
-    The filters are orthonormal and have mean 0 in each channel; at first they are cosines of the
-    lowest frequencies, which are public.
+    They are each filter's positive and negative part, averaged over squares of `pool` pixels. The
+    filters are orthonormal and have mean 0 in each channel; initially they are public cosines of
+    the lowest frequencies.
     """
 
     def __init__(self, input_shape: Sequence[int], filters: int, side: int, pool: int) -> None:
@@ -92,10 +95,10 @@ class PatchFeatures(nn.Module):
         return output
 
     def moments(self, inputs: Tensor) -> Tensor:
-        """Return, of each record, the mean over its patches p of p p': float64 (B, P, P).
+        """Return each record's mean of p p' over its patches p: float64 (B, P, P).
 
-        p is without its channels' means and scaled back to norm 1; Frobenius norms are at
-        most 1.
+        Channel means are subtracted from p, and its norm is clipped to 1; Frobenius norms of the
+        result are at most 1.
         """
         layer, channels = self.encoder, inputs.shape[1]
         p = nn.functional.unfold(inputs.double(), layer.kernel_size).transpose(1, 2)
@@ -106,7 +109,7 @@ class PatchFeatures(nn.Module):
         return p.transpose(1, 2) @ p / p.shape[1]
 
     def fit_filters(self, moments: Tensor) -> None:
-        """Make the filters the leading eigenvectors of a noisy sum of moments, (P, P)."""
+        """Set the filters to the leading eigenvectors of a noisy sum of moments, (P, P)."""
         weight = self.encoder.weight
         channels = weight.shape[1]
         ones = torch.eye(channels, dtype=torch.float64).repeat_interleave(
@@ -120,16 +123,18 @@ class PatchFeatures(nn.Module):
 
 
 def patch_features_of(model: nn.Module) -> PatchFeatures:
-    """The part of a model that makes its features of patches. Raises UserError for another one."""
+    """Return the module of a model's features of patches. Raises UserError for other models."""
     found = [module for module in model.modules() if isinstance(module, PatchFeatures)]
     if len(found) != 1:
-        raise UserError("a private encoder is of model patches")
+        raise UserError("model.name: must be patches for a private encoder")
     return found[0]
 
 
 def _cosines(channels: int, side: int) -> Tensor:
-    """All products of cosines over a patch but the constant ones, orthonormal, lowest frequencies
-    first: float32 (channels (side^2 - 1), channels, side, side)."""
+    """Return the products of cosines over a patch without constant ones, by frequency.
+
+    They are orthonormal, float32 (channels (side^2 - 1), channels, side, side).
+    """
     depth, line = _dct_rows(channels, channels), _dct_rows(side, side)
     order = [(c, u, v) for c in range(channels) for u in range(side) for v in range(side) if u or v]
     order.sort(key=lambda each: (2 * each[0] + each[1] + each[2], each))
@@ -140,7 +145,7 @@ def _cosines(channels: int, side: int) -> Tensor:
 def patches(
     input_shape: Sequence[int], classes: int, filters: int = 20, side: int = 5, pool: int = 6
 ) -> nn.Module:
-    """A linear classifier of features of patches: 640 of a 28 x 28 image."""
+    """Return a linear classifier of features of patches: 640 for a 28 x 28 image."""
     features = PatchFeatures(input_shape, filters, side, pool)
     return nn.Sequential(features, nn.Linear(features.size, classes))
 
@@ -152,9 +157,10 @@ _FREQUENCY_TIMES_WIDTH = 1.6 * math.pi * 0.75  # frequency times width of a Morl
 
 
 class Scattering(nn.Module):
-    """Images (B, C, H, W) to features (B, D) of norm 1, of each channel by itself: the image, and
-    the moduli of its Morlet coefficients at each width (pixels) and angle, on every `stride`-th
-    pixel; of each of these maps the lowest cosines x cosines frequencies.
+    """Images (B, C, H, W) to features (B, D) of norm 1, for each channel separately.
+
+    They are the lowest cosines x cosines frequencies of the image, and of the moduli of its Morlet
+    coefficients at each width (pixels) and angle, on every `stride`-th pixel.
     """
 
     def __init__(
@@ -182,7 +188,7 @@ class Scattering(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         channels = x.flatten(0, 1)[:, None]
-        maps = [self._low(channels, "whole") / self.stride]  # coarse maps have as much less norm
+        maps = [self._low(channels, "whole") / self.stride]  # the norm of coarse maps is smaller
         for scale in range(self.scales):
             wavelets = getattr(self, f"wavelets_{scale}")
             padding = wavelets.shape[-1] // 2
@@ -199,8 +205,10 @@ class Scattering(nn.Module):
 
 
 def _morlets(width: float, angles: int) -> Tensor:
-    """Real and imaginary parts by turns: float32 (2 angles, 1, side, side), each real part of L1
-    norm 1 and mean 0. The envelope is twice as long as wide."""
+    """Return alternating real and imaginary parts: float32 (2 angles, 1, side, side).
+
+    Each real part has L1 norm 1 and mean 0. The envelope is twice as long as wide.
+    """
     reach = math.ceil(2.5 * width)
     steps = torch.from_numpy(np.arange(-reach, reach + 1.0))
     rows, columns = torch.meshgrid(steps, steps, indexing="ij")
@@ -218,7 +226,7 @@ def _morlets(width: float, angles: int) -> Tensor:
 
 
 def _dct_rows(side: int, count: int) -> Tensor:
-    """The first rows of the orthonormal cosine transform: float64 (count, side)."""
+    """Return the first rows of the orthonormal cosine transform: float64 (count, side)."""
     places = torch.from_numpy(np.arange(side) + 0.5)
     rows = torch.stack([(math.pi / side * places * row).cos() for row in range(count)])
     result: Tensor = rows / rows.norm(dim=1, keepdim=True)
@@ -233,16 +241,15 @@ def scattering(
     cosines: int = 5,
     stride: int = 2,
 ) -> nn.Sequential:
-    """A linear classifier of public features: 425 of a 28 x 28 image."""
+    """Return a linear classifier of public features: 425 for a 28 x 28 image."""
     features = Scattering(input_shape, angles, widths, cosines, stride)
     return nn.Sequential(features, nn.Linear(features.size, classes))
 
 
 def resize_images(inputs: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Public inputs made to fit the model: channels averaged or repeated, sides interpolated.
+    """Return public images in the model's shape: channels averaged or repeated, sides interpolated.
 
-    inputs: (N, C, H, W) float32 in [0, 1]; shape: (C', H', W'). Raises ValueError when one of them
-    is no image.
+    inputs: (N, C, H, W) float32 in [0, 1]. shape: (C', H', W'). Raises ValueError for other shapes.
     """
     if tuple(inputs.shape[1:]) == shape:
         return inputs

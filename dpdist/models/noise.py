@@ -1,20 +1,18 @@
-"""Noise that belongs to a model, the network cut at it, and the norm of the layer before it.
+"""Noise inside a model, the network split at it, and the norm of the layer before it.
 
-Noise is saved and loaded with the weights. The module's own forward pass draws none; training,
-evaluation, certification and attacks add fresh noise where `dpdist.randomness.noise_location`
-says. Behind the first hidden layer: PixelDP (Lecuyer et al., IEEE S&P 2019), HGM-PixelDP and
-Secure-SGD (Phan et al., IJCAI 2019). On the input and in several modules: residual perturbation.
+The scale of the noise is saved with the weights. The module's forward pass adds none; training,
+evaluation, certification and attacks add fresh noise as `dpdist.randomness.noise_location` says.
+After the first hidden layer: PixelDP (Lecuyer et al., IEEE S&P 2019), HGM-PixelDP and Secure-SGD
+(Phan et al., IJCAI 2019). On the input and in several modules: residual perturbation.
 
-Everything behind the cut must see the input through the first layer only, and that layer must be
-the affine map that its weights say. So a model is cut when it is a sequence of layers beginning
-with a plain convolution or dense layer, and refused otherwise: subclasses, parametrizations, hooks
-and replaced forward functions may compute anything. `SplitModel.affine_layer` checks the rest by
-numbers.
+All layers after the split must depend on the input only through the first layer, which must be the
+affine map of its weights. So a model is split only if it is a sequence of layers that begins with a
+plain convolution or linear layer: subclasses, parametrizations, hooks and replaced forward
+functions may compute anything. `SplitModel.affine_layer` checks the rest numerically.
 
-Noise of a fixed scale hides nothing from a layer that grows. PixelDP therefore keeps the layer's
-norm at most 1 after every update (Section III-B). Here the layer is scaled back by a valid bound
-of its norm, which reads released parameters and public constants only: post-processing, free of
-privacy cost.
+Noise of a fixed scale does not protect a layer whose weights grow. PixelDP therefore keeps the
+layer's norm at most 1 after every update (Section III-B). Here the layer is scaled by a valid bound
+of its norm, which depends only on released parameters and public constants: post-processing.
 """
 
 from __future__ import annotations
@@ -35,17 +33,17 @@ from dpdist.models.zoo import NormalizedNetwork
 # --- norm of the first layer ------------------------------------------------------------------
 
 
-# Machines may differ in the last bits of a spectral norm; their weights must not. A factor on this
-# grid is the same on all of them, but for a rounding at a grid point.
+# Machines may differ in the last bits of a spectral norm, but their weights must not. A factor
+# rounded down to this grid is the same on all of them, except at a grid point.
 _GRID = 2.0**20
 
 
 def first_layer_norm_bound(split: SplitModel) -> float:
-    """An upper bound of the L2 operator norm of the first layer, in input units.
+    """Return an upper bound of the L2 operator norm of the first layer, in input units.
 
-    Dense: the spectral norm. Convolution: that of the kernel as a (filters, patch) matrix, times
-    the square root of how many patches one pixel can lie in (at most ceil(kernel / stride) a side).
-    The certificate uses the exact norm of the whole map, which is smaller.
+    For a linear layer it is the spectral norm. For a convolution it is that of the kernel as a
+    (filters, patch) matrix, times the square root of the most patches that contain one pixel
+    (ceil(kernel / stride) per side). Certificates use the smaller exact norm of the whole map.
     """
     layer = split.layer
     weight = layer.weight.detach().double().flatten(1)
@@ -61,7 +59,7 @@ def first_layer_norm_bound(split: SplitModel) -> float:
 
 
 def project_first_layer_norm(split: SplitModel, limit: float) -> None:
-    """Scale the first layer's weight back, in place, so that its bound is at most `limit`."""
+    """Scale the first layer's weight, in place, so that its bound is at most `limit`."""
     bound = first_layer_norm_bound(split)
     if bound > limit:
         with torch.no_grad():
@@ -71,8 +69,8 @@ def project_first_layer_norm(split: SplitModel, limit: float) -> None:
 # --- the network cut after its first layer ----------------------------------------------------
 
 
-_SCALES = (1e-3, 1.0, 1e3)  # of the inputs on which a cut is checked
-# what is rounding in float64 and float32, of the largest output
+_SCALES = (1e-3, 1.0, 1e3)  # of the inputs on which a split is checked
+# rounding in float64 and float32, relative to the largest output
 _AFFINE_TOLERANCE, _MODEL_TOLERANCE = 1e-9, 1e-6
 
 
@@ -92,16 +90,16 @@ class SplitModel:
     std: Tensor | None
 
     def hidden_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of one example's output of ``first``."""
+        """Return the shape of one example's output of ``first``."""
         with torch.no_grad():
             zeros = torch.zeros(1, *input_shape, device=device_of(self.model))
             return tuple(self.first(zeros).shape[1:])
 
     def affine_layer(self, input_shape: tuple[int, ...]) -> nn.Linear | nn.Conv2d:
-        """A float64 copy of ``layer`` whose weight is that of ``first`` as a whole, in input units.
+        """Return a float64 copy of ``layer`` with the weight of all of ``first``, in input units.
 
-        Checked on inputs of several sizes: ``first`` moves as this layer does, and ``rest`` of it
-        is the model. Raises UserError where that does not hold.
+        Raises UserError unless, on inputs of several sizes, ``first`` is this affine map, and
+        ``rest`` after ``first`` is the model.
         """
         layer = copy.deepcopy(self.layer).double().requires_grad_(False)
         if self.std is not None:
@@ -109,7 +107,10 @@ class SplitModel:
             if isinstance(layer, nn.Linear):
                 layer.weight /= std.expand(input_shape).reshape(1, -1)
             elif layer.groups != 1:
-                raise UserError("a grouped first convolution behind a normalization is not handled")
+                raise UserError(
+                    "the first convolution must have one group after a normalization, got "
+                    f"{layer.groups}; normalize the data, or take groups=1"
+                )
             else:
                 layer.weight /= std.reshape(1, -1, 1, 1)
         self._check(layer, input_shape)
@@ -125,20 +126,18 @@ class SplitModel:
                     shown = _apply_weight(layer, seen)
                     exact = copy.deepcopy(self.first).double()
                     moved = exact(x.double()) - exact(torch.zeros_like(x.double()))
-                    _require_equal(
-                        moved, shown, _AFFINE_TOLERANCE, "its first layer is not the map it shows"
-                    )
+                    what = "its first layer is not the map of its weights"
+                    _require_equal(moved, shown, _AFFINE_TOLERANCE, what)
                     whole, parts = self.model(x), self.rest(self.first(x))
-                    _require_equal(
-                        parts, whole, _MODEL_TOLERANCE, "cut behind that layer it is another"
-                    )
-        except (RuntimeError, TypeError, IndexError) as error:  # shapes that do not fit, mostly
+                    what = "split after that layer it is a different function"
+                    _require_equal(parts, whole, _MODEL_TOLERANCE, what)
+        except (RuntimeError, TypeError, IndexError) as error:  # mostly shapes that do not fit
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(f"the model cannot be cut behind its first layer: {reason}") from error
+            raise UserError(f"the model cannot be split after its first layer: {reason}") from error
 
 
 def _apply_weight(layer: nn.Linear | nn.Conv2d, x: Tensor) -> Tensor:
-    """The map that the layer's weight says, which calling the layer may not be."""
+    """Return the map of the layer's weight, which calling the layer may not be."""
     if isinstance(layer, nn.Linear):
         return nn.functional.linear(x, layer.weight)
     return nn.functional.conv2d(
@@ -149,29 +148,28 @@ def _apply_weight(layer: nn.Linear | nn.Conv2d, x: Tensor) -> Tensor:
 def _require_equal(got: Tensor, expected: Tensor, rounding: float, what: str) -> None:
     atol = rounding * float(expected.abs().nan_to_num(0.0).max())
     if not torch.allclose(got, expected, rtol=0.0, atol=atol, equal_nan=True):
-        raise UserError(f"noise in the first hidden layer does not fit this model: {what}")
+        raise UserError(f"noise in the first hidden layer does not support this model: {what}")
 
 
 def split_after_first_layer(model: nn.Module) -> SplitModel | None:
-    """The cut after the first convolution or dense layer; None when the model cannot be cut."""
+    """Return the split after the first convolution or linear layer; None if it is impossible."""
     found = _split_or_reason(model)
     return found if isinstance(found, SplitModel) else None
 
 
 def require_split(model: nn.Module) -> SplitModel:
-    """Return `split_after_first_layer`. Raises UserError with the reason when the model cannot be
-    cut."""
+    """Return `split_after_first_layer`. Raises UserError with the reason if it is impossible."""
     found = _split_or_reason(model)
     if isinstance(found, str):
         raise UserError(
             "noise in the first hidden layer needs a model that is a sequence of layers beginning "
-            f"with a convolution or a dense layer: {found}"
+            f"with a convolution or a linear layer: {found}"
         )
     return found
 
 
 def _split_or_reason(model: nn.Module) -> SplitModel | str:
-    """The cut, or why there is none."""
+    """Return the split, or why there is none."""
     changed: list[str] = []
     modules = _flatten(model, "", changed)
     std: Tensor | None = None
@@ -180,32 +178,32 @@ def _split_or_reason(model: nn.Module) -> SplitModel | str:
         if _has_custom_forward(module):
             changed.append(name)
         if changed:
-            return f"{changed[0] or 'the model itself'} has hooks or a forward of its own"
+            return f"{changed[0] or 'the model itself'} has hooks or a replaced forward"
         if type(module) is nn.Linear or type(module) is nn.Conv2d:
             if isinstance(module, nn.Conv2d) and module.padding_mode != "zeros":
-                return f"{where} has padding_mode {module.padding_mode!r}, only zeros is handled"
-            if any(
-                module is again for _, later in modules[place + 1 :] for again in later.modules()
-            ):
-                return f"{where} is used again further on"
-            first = nn.Sequential(*[m for _, m in modules[: place + 1]]).train(model.training)
-            rest = nn.Sequential(*[m for _, m in modules[place + 1 :]]).train(model.training)
+                return f"{where} has padding_mode {module.padding_mode!r}, only zeros is supported"
+            before = [each for _, each in modules[: place + 1]]
+            after = [each for _, each in modules[place + 1 :]]
+            if any(module is again for later in after for again in later.modules()):
+                return f"{where} is used again in a later layer"
+            first = nn.Sequential(*before).train(model.training)
+            rest = nn.Sequential(*after).train(model.training)
             return SplitModel(model, name, module, first, rest, std)
-        if type(module) is NormalizedNetwork:  # of nothing: the first step alone
+        if type(module) is NormalizedNetwork:  # around an identity
             std = module.std.double() if std is None else std * module.std.double()
         elif type(module) not in (nn.Flatten, nn.Identity):
-            return f"{where} is none (subclasses and parametrizations may compute anything)"
+            return f"{where} is neither (subclasses and parametrizations may compute anything)"
     return "it has no layers"
 
 
 def _has_custom_forward(module: nn.Module) -> bool:
-    """Whether calling the module does something else than its class's forward."""
+    """Return whether the module has hooks or a replaced forward function."""
     hooks = (module._forward_hooks, module._forward_pre_hooks)
     return any(hooks) or "forward" in vars(module)
 
 
 def _flatten(model: nn.Module, name: str, changed: list[str]) -> list[tuple[str, nn.Module]]:
-    """(name, module) in order; changed: names of opened containers that are more than they hold."""
+    """Return (name, module) in order; add containers with a custom forward to `changed`."""
     prefix = f"{name}." if name else ""
     if type(model) not in (NormalizedNetwork, nn.Sequential):
         return [(name, model)]
@@ -214,7 +212,7 @@ def _flatten(model: nn.Module, name: str, changed: list[str]) -> list[tuple[str,
     if isinstance(model, NormalizedNetwork):
         inner = _flatten(model.network, f"{prefix}network", changed)
         return [(name, NormalizedNetwork(nn.Identity(), model.mean, model.std)), *inner]
-    children = model._modules.items()  # named_children leaves out what comes a second time
+    children = model._modules.items()  # named_children omits duplicates
     return [pair for key, child in children for pair in _flatten(child, prefix + key, changed)]  # type: ignore[arg-type]
 
 
@@ -222,29 +220,29 @@ def _flatten(model: nn.Module, name: str, changed: list[str]) -> list[tuple[str,
 
 
 HIDDEN_STD, INPUT_STD, BLOCK_STDS = "hidden_std", "input_std", "block_std"  # the saved tensors
-BLOCK_NOISE_ATTRIBUTE = "block_noise"  # the attribute of a model that says where BLOCKS go
+BLOCK_NOISE_ATTRIBUTE = "block_noise"  # attribute of a model with its `BlockNoise`
 
 
 def attach_noise(model: nn.Module, std: Tensor) -> None:
-    """Give the model noise behind its first layer; std has the shape of that layer's output.
+    """Set the model's noise after its first layer; std has the shape of that layer's output.
 
-    Raises UserError when the model has no such layer.
+    Raises UserError if the model has no such layer.
     """
     require_split(model)
     model.register_buffer(HIDDEN_STD, std.detach().float().clone().to(device_of(model)))
 
 
 def attach_zero_noise(model: nn.Module, input_shape: tuple[int, ...]) -> None:
-    """Room for the noise of a model about to be loaded."""
+    """Register the buffer for the noise of a model that is loaded next."""
     attach_noise(model, torch.zeros(require_split(model).hidden_shape(input_shape)))
 
 
 def attach_block_noise(
     model: nn.Module, noise: BlockNoise, stds: Sequence[float], input_std: float
 ) -> None:
-    """Give the model noise on the outputs of its modules and on its input.
+    """Set the model's noise on the outputs of modules and on its input.
 
-    stds: one for each module of ``noise``. Raises UserError when the model has no such module.
+    stds: one for each module of ``noise``. Raises UserError if the model has no such module.
     """
     known = {name for name, _ in model.named_modules()}
     missing = [name for name in noise.modules if name not in known]
@@ -256,7 +254,7 @@ def attach_block_noise(
 
 
 def drop_noise(tensors: dict[str, Tensor], model: nn.Module) -> None:
-    """A model with noise may give its weights to one without: leave out the noise of others."""
+    """Remove the noise from saved tensors if the model has none."""
     for name in (HIDDEN_STD, BLOCK_STDS, INPUT_STD):
         if not hasattr(model, name):
             tensors.pop(name, None)

@@ -1,14 +1,12 @@
-"""Answer by a model: device, classes of logits, and the average over views of an image.
+"""Outputs of a model: device, classes of logits, and the average over views of an image.
 
-The argmax of a row that holds NaN is a constant, and of two infinities the first: such a row would
-be certified as a class with the largest radius there is. So a row of logits that is not finite has
-no class; counting, scoring and voting take that for an outcome of its own, which is never
-selected.
+The argmax of a row with NaN is a constant, and of two infinities the first: such a row would be
+certified as a class with the largest radius. So a row of logits that is not finite has no class;
+counting, scoring and voting treat that as a separate outcome, which is never selected.
 
 The views of an image are the image moved by a few pixels and the mirror images. With noise on the
-input their average is a function of the noisy image like any other, so certificates hold for it.
-It costs one pass a view; where the description says `denoised_shifts`, the views are of the
-denoiser's output, so that the denoiser runs once.
+input their average is a function of the noisy image, so certificates apply to it. It takes one pass
+per view; with `denoised_shifts` the views are of the denoiser's output, so the denoiser runs once.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 class Answers(nn.Module):
-    """Any callable from inputs (B, ...) to logits (B, classes), as a module."""
+    """A module of any callable from inputs (B, ...) to logits (B, classes)."""
 
     def __init__(self, function: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -51,8 +49,7 @@ class Answers(nn.Module):
 
 
 def may_hold_script(model: nn.Module) -> bool:
-    """Return whether TorchScript runs in a model, as far as its modules tell; of a callable it may,
-    out of sight."""
+    """Return whether a model may run TorchScript: one of its modules does, or is a callable."""
     return any(isinstance(each, Answers | torch.jit.ScriptModule) for each in model.modules())
 
 
@@ -64,8 +61,8 @@ def _load_script(archive: bytes) -> Any:
     return torch.jit.load(io.BytesIO(archive), map_location="cpu")
 
 
-# Workers receive models by pickle, which torch refuses for TorchScript: here it takes the archive
-# of `torch.jit.save`. A worker that unpickles one imports this file, and may send it on.
+# Workers receive models by pickle, which torch does not support for TorchScript: use the archive of
+# `torch.jit.save`. A worker that unpickles one imports this file.
 for _kind in (torch.jit._script.RecursiveScriptModule, torch.jit._trace.TopLevelTracedModule):
     copyreg.pickle(_kind, _reduce_script)
 
@@ -74,16 +71,16 @@ for _kind in (torch.jit._script.RecursiveScriptModule, torch.jit._trace.TopLevel
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Return whether a model of `transformers` has a head of next tokens."""
+    """Return whether a model of `transformers` predicts next tokens."""
     names = [kind.__name__ for kind in type(model).__mro__]
     return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
 
 
 class NextTokenLogits(nn.Module):
-    """Token numbers (B, T), below 0 behind a document's end, to logits (B, T, tokens).
+    """Tokens (B, T), negative after a document's end, to logits (B, T, tokens).
 
-    network: a causal model of `transformers`, with adapters of peft or without: it gets no mask,
-    since no token sees what fills a document up behind it.
+    network: a causal model of `transformers`, with or without adapters of peft. It gets no mask,
+    since no token attends to padding at the end.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -97,17 +94,14 @@ class NextTokenLogits(nn.Module):
 
     @classmethod
     def around(cls, network: nn.Module) -> NextTokenLogits | None:
-        """Return the wrapped model; None for one that is not of `transformers` and causal."""
+        """Return the wrapped model; None unless it is a causal model of `transformers`."""
         inner: Any = network
         inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
         return cls(network) if is_causal(inner) else None
 
     @staticmethod
     def rows(fields: Any, most: int) -> Tensor | None:
-        """Return the first tokens of documents as rows, of the fields that the model is trained on.
-
-        None where the fields are not those of documents.
-        """
+        """Return the first tokens of documents as rows, or None if the fields are not documents."""
         if not isinstance(fields, dict) or "input_ids" not in fields:
             return None
         tokens: Tensor = fields["input_ids"][:, :most].float()
@@ -122,22 +116,22 @@ NO_CLASS = -1
 
 
 def softmax_scores(logits: Tensor) -> Tensor:
-    """Return the softmax of each row, 0 in every class where a logit is not finite.
+    """Return the softmax of each row, or zeros for a row with a logit that is not finite.
 
-    logits: (..., classes). Returns scores in [0, 1] of the same shape, which add up to at most 1.
+    logits: (..., classes). The scores have the same shape and add up to at most 1.
     """
     finite = logits.isfinite().all(-1, keepdim=True)
     return torch.softmax(logits, -1).masked_fill(~finite, 0.0)
 
 
 def predicted_classes(logits: Tensor) -> Tensor:
-    """Return the class with the largest logit of each row, NO_CLASS where a logit is not finite.
+    """Return the class with the largest logit of each row, NO_CLASS if a logit is not finite.
 
     Args:
         logits: (..., classes), of any floating-point format.
 
     Returns:
-        int64 (...). Of equal largest logits the first one counts.
+        A tensor int64 (...), the first class of equal largest logits.
 
     Example:
         >>> predicted_classes(torch.tensor([[0.0, 2.0], [0.0, float("nan")]])).tolist()
@@ -150,10 +144,10 @@ def predicted_classes(logits: Tensor) -> Tensor:
 
 
 def check_views(spec: ModelSpec) -> None:
-    """Raise UserError for inputs that have no such views."""
+    """Raise UserError for inputs without such views."""
     shape, key = tuple(spec.input_shape), "shifts" if spec.shifts else "mirrored"
     if spec.averages_views and len(shape) != 3:
-        raise UserError(f"model.{key}: needs images, got inputs of shape {shape}")
+        raise UserError(f"model.{key}: needs images, got inputs of shape {shape}; leave it out")
     if spec.shifts and spec.shifts >= min(shape[1:]):
         raise UserError(
             f"model.shifts: must be below the image's sides, got {spec.shifts} for {shape[1:]}"
@@ -161,12 +155,12 @@ def check_views(spec: ModelSpec) -> None:
 
 
 class ViewAverage(nn.Module):
-    """Mean log-probability of each class over `list_shifts(max_shift)` of an image (B, C, H, W),
-    and over each one's mirror image (mirrored), or (denoised) of what the network's denoiser makes
-    of it.
+    """Mean log-probability of each class over `list_shifts(max_shift)` of an image (B, C, H, W).
 
-    What leaves the image on one side enters on the other, so that the noise on a moved image has
-    the distribution of noise on an image, and no edge without noise tells how far it was moved.
+    mirrored: also over the mirror image of each. denoised: of the output of the network's denoiser.
+
+    Pixels that leave the image on one side enter on the other, so that a moved image has noise of
+    the same distribution, without an edge that shows the move.
     """
 
     def __init__(
@@ -188,7 +182,7 @@ class ViewAverage(nn.Module):
         return mean
 
     def _other_views(self, x: Tensor) -> Iterator[Tensor]:
-        """The views but x itself, one at a time: a batch of them all would be many."""
+        """Yield the views except x itself, one at a time, to save memory."""
         for shift in self._shifts[1:]:
             yield x.roll(shift, (2, 3))
         for shift in self._shifts if self._mirrored else []:

@@ -1,4 +1,4 @@
-"""Convert a network that private training cannot take as it is: `dpdist.prepare(model)`.
+"""Convert a network for private training: `dpdist.prepare(model)`.
 
 BatchNorm becomes GroupNorm, which normalizes each example by itself (Wu & He, "Group
 Normalization", ECCV 2018), or a fixed map by its stored statistics. Weights and biases are kept.
@@ -59,7 +59,7 @@ def prepare(model: nn.Module, batch_norm: Literal["group", "eval"] = "group") ->
         raise UserError(f"batch_norm: must be 'group' or 'eval', got {batch_norm!r}")
     changed: Counter[str] = Counter()
     holder = nn.ModuleDict({"model": copy.deepcopy(model, _computed(model))})
-    done: dict[int, nn.Module] = {}  # a layer that is used in two places stays one
+    done: dict[int, nn.Module] = {}  # a layer with two names stays one layer
     for name, module in list(holder.named_modules(remove_duplicate=False)):
         if isinstance(module, nn.RReLU):
             mean = (module.lower + module.upper) / 2
@@ -89,20 +89,20 @@ def prepare(model: nn.Module, batch_norm: Literal["group", "eval"] = "group") ->
         if isinstance(module, nn.TransformerEncoder) and module.enable_nested_tensor:
             module.enable_nested_tensor = module.use_nested_tensor = False
             changed["TransformerEncoder without nested tensors"] += 1
-    said = ", ".join(f"{count} {what}" for what, count in changed.items())
-    print(f"prepare: {said or 'nothing to change'}")
+    summary = ", ".join(f"{count} {what}" for what, count in changed.items())
+    print(f"prepare: {summary or 'nothing to change'}")
     found: nn.Module = holder["model"]
     return found
 
 
 def _computed(model: nn.Module) -> dict[int, Any]:
-    """Return copies of tensors that a norm by a hook left in its layer, for `deepcopy`."""
+    """Return copies of tensors that the hook of a norm computed, for `deepcopy`."""
     held = (value for module in model.modules() for value in vars(module).values())
     return {id(v): v.detach().clone() for v in held if isinstance(v, Tensor) and not v.is_leaf}
 
 
 def _by_parametrization(module: nn.Module) -> list[str]:
-    """Turn weight and spectral norms by hooks of `torch.nn.utils` into parametrizations."""
+    """Replace weight and spectral norms by hooks with parametrizations; return their names."""
     done = []
     for hook in list(module._forward_pre_hooks.values()):
         name = getattr(hook, "name", "weight")
@@ -120,7 +120,7 @@ def _by_parametrization(module: nn.Module) -> list[str]:
 
 
 def _replaced(layer: Any, where: str, batch_norm: str) -> nn.Module:
-    """Return what stands for a BatchNorm, with its weights."""
+    """Return the replacement of a BatchNorm, with its weights."""
     kind = type(layer)
     # timm's BatchNormAct2d: dropout and an activation follow.
     parts = [getattr(layer, name, None) for name in ("drop", "act")]
@@ -129,7 +129,7 @@ def _replaced(layer: Any, where: str, batch_norm: str) -> nn.Module:
     if kind not in _PLAIN and not follows and kind.forward not in {each.forward for each in _PLAIN}:
         raise UserError(
             f"layer {where}: must be one of torch's BatchNorms, got {kind.__name__}, which may do "
-            "more than normalize: replace it by torch.nn.GroupNorm and what else it does"
+            "more than normalize; replace it by torch.nn.GroupNorm and its other operations"
         )
     made = _group_norm(layer) if batch_norm == "group" else _fixed(layer, where)
     made.train(layer.training)
@@ -150,7 +150,7 @@ def _group_norm(layer: Any) -> nn.GroupNorm:
 def _fixed(layer: Any, where: str) -> FixedBatchNorm:
     if layer.running_mean is None or layer.running_var is None:
         raise UserError(
-            f"layer {where}: must have stored statistics for batch_norm='eval', got none: take "
+            f"layer {where}: must have stored statistics for batch_norm='eval', got none; take "
             "batch_norm='group'"
         )
     made = FixedBatchNorm(layer.num_features, layer.eps, layer.momentum)

@@ -1,9 +1,9 @@
-"""How a model is called that reads anything but one tensor of numbers.
+"""The call of a model that does not read one tensor of floats.
 
-A script's loss may give its model several fields of a record, whole numbers, or keyword arguments.
-The call is recorded once, on invented examples, and is part of model.json: from then on a release
-builds the same call of the fields that a user gives. A description may come from somebody else, so
-it is checked field by field. torch is imported only where a model is called.
+A script's loss may give its model several fields of a record, integers, or keyword arguments. The
+call is recorded once, on invented examples, and is part of model.json, so that a release builds the
+same call from the fields that a user gives. A description may come from third parties, so it is
+checked field by field. torch is imported only where a model is called.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from dpdist.core.fields import describe_input_fields
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-_TYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "uint8", "int8",
-          "bool")  # fmt: skip
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+_TYPES = (*_FLOATS, "int64", "int32", "int16", "uint8", "int8", "bool")
 _MAX_VALUES, _MAX_DEPTH = 2**28, 4  # of one record; of the call
 
 
 @dataclass(frozen=True)
 class Signature:
-    """Fields of a record, and the call of the model that they are put into.
+    """The fields of a record, and the call of the model with them.
 
-    fields: by name, shape without the batch and the type of numbers. call: `{"args": [...],
-    "kwargs": {...}}`, in which a field stands as its name; dicts, lists and numbers are themselves.
+    fields: by name, shape without the batch and type of numbers. call: `{"args": [...],
+    "kwargs": {...}}`, in which a string names a field; dicts, lists and numbers are values.
     """
 
     fields: Mapping[str, tuple[tuple[int, ...], str]]
@@ -37,7 +37,7 @@ class Signature:
 
     @classmethod
     def parse(cls, said: Mapping[str, Any], context: str) -> Signature:
-        """Read what `to_dict` made. Raises UserError where it is damaged."""
+        """Return the signature of a `to_dict`. Raises UserError if it is damaged."""
         try:
             fields = {
                 str(name): (tuple(each["shape"]), each["dtype"])
@@ -55,11 +55,11 @@ class Signature:
                 return found
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
             pass
-        raise UserError(f"{context}: damaged: signature must be fields and a call of them")
+        raise UserError(f"{context}: damaged: signature must have fields and a call with them")
 
     @property
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON types."""
+        """Return the signature as JSON types."""
         fields = {n: {"shape": list(shape), "dtype": t} for n, (shape, t) in self.fields.items()}
         return {"fields": fields, "call": dict(self.call)}
 
@@ -77,14 +77,14 @@ class Signature:
         }
 
     def batch(self, given: Any) -> dict[str, Tensor]:
-        """Return fields (B, ...) that a user gives, as tensors of the right types.
+        """Return the fields (B, ...) that a user gives as tensors of the model's types.
 
         Args:
             given: a dict of arrays by field; a tuple of them, in the order of the fields, or one
                 array where there is one field.
 
         Raises:
-            UserError: a field is missing, unknown, or of another shape.
+            UserError: a field is missing or has a different shape.
         """
         import torch
 
@@ -105,26 +105,26 @@ class Signature:
                 )
             found[name] = tensor
         if len({len(each) for each in found.values()}) > 1:
-            raise UserError("inputs: must have equally many records in each field")
+            raise UserError("inputs: must have the same number of records in each field")
         return found
 
     def outputs(self, module: nn.Module, fields: Mapping[str, Tensor]) -> Any:
-        """Return what the module makes of these fields (B, ...)."""
+        """Return the module's outputs for these fields (B, ...)."""
         args, kwargs = (_filled(self.call[part], fields) for part in ("args", "kwargs"))
         return plain_outputs(module(*args, **kwargs))
 
 
 def plain_outputs(outputs: Any) -> Any:
-    """Return the logits of what a model of `transformers` returns; else the outputs as they are."""
+    """Return the logits of outputs of `transformers`; other outputs as they are."""
     return getattr(outputs, "logits", outputs)
 
 
 def record_call(
     model: nn.Module, run: Callable[[], Any], fields: Mapping[str, Tensor]
 ) -> tuple[Signature, Any] | None:
-    """Return how `run` calls a model on these fields of records, and what the model then returns.
+    """Return how `run` calls a model with these fields, and the model's outputs.
 
-    None where it does not call it once, with whole fields and numbers that are no tensors.
+    None unless it calls the model once, with whole fields and Python numbers.
     """
     calls: list[tuple[Any, Any, Any]] = []
     hook = model.register_forward_hook(
@@ -133,7 +133,7 @@ def record_call(
     )
     try:
         run()
-    except Exception:  # the loss's own checks say it
+    except Exception:  # the checks of the loss report it
         return None
     finally:
         hook.remove()
@@ -149,7 +149,7 @@ def record_call(
 
 
 def _read_alone(model: nn.Module, found: Signature, fields: Mapping[str, Tensor]) -> Signature:
-    """Return the signature without fields of a dict that change no output, such as the targets."""
+    """Return the signature without fields of a dict that change no output, such as targets."""
     import torch
 
     def outputs(signature: Signature) -> Any:
@@ -166,7 +166,7 @@ def _read_alone(model: nn.Module, found: Signature, fields: Mapping[str, Tensor]
             fewer = Signature(left, call)
             try:
                 before, after = outputs(found), outputs(fewer)
-            except Exception:  # it reads this field
+            except Exception:  # the model needs this field
                 continue
             if left and isinstance(before, torch.Tensor) and torch.equal(before, after):
                 found = fewer
@@ -174,7 +174,7 @@ def _read_alone(model: nn.Module, found: Signature, fields: Mapping[str, Tensor]
 
 
 def _told(part: Any, fields: Mapping[str, Any], used: dict[str, Any]) -> Any:
-    """Return a part of a call with names of fields in place of their tensors, which are noted."""
+    """Return a part of a call with names instead of tensors, and add these fields to `used`."""
     if isinstance(part, Mapping) and all(isinstance(key, str) for key in part):
         return {key: _told(each, fields, used) for key, each in part.items()}
     if type(part) in (list, tuple):
@@ -199,7 +199,7 @@ def _filled(part: Any, fields: Mapping[str, Tensor]) -> Any:
 
 
 def _names(part: Any, depth: int = 0) -> list[str]:
-    """Return the names of fields in a call. Raises ValueError for anything else in it."""
+    """Return the names of fields in a call. Raises ValueError for values of other types."""
     if isinstance(part, str):
         return [part]
     if isinstance(part, bool | int | float | None):

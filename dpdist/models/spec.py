@@ -1,8 +1,8 @@
 """Describe models without torch: names of architectures, bases in folders, and model.json.
 
-A new architecture is its factory function and an entry of the table of names. A base is a folder
-of config.json and safetensors, as `save_pretrained` writes it: only numbers are read. Nothing is
-unpickled, downloaded or imported, whatever the folder says. model.json is checked field by field.
+To add an architecture, write its factory and add it to the table of names. A base is a folder of
+config.json and safetensors, as `save_pretrained` writes it. Nothing in it is unpickled, downloaded
+or imported. model.json is checked field by field.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ _NETWORKS = {
 
 @cache
 def named_networks() -> Mapping[str, str]:
-    """Return where the networks are that a recipe names without a module, by name.
+    """Return the module and function of each network that has a name in recipes.
 
-    They are those of this package, and those that dpdist names by entry points in the group
-    dpdist.models: networks of one paper, which are imported when a recipe names them. Your own
-    network needs no entry point: name it as package.module:factory.
+    They are those of this package, and dpdist's entry points in the group dpdist.models: networks
+    of one paper, imported when a recipe names them. Your own network needs no entry point: name it
+    as package.module:factory.
     """
     own = {name: f"{__package__}.{location}" for name, location in _NETWORKS.items()}
     named = {each.name: each.value for each in entry_points(group="dpdist.models")}
@@ -76,22 +76,24 @@ def check_name(name: str) -> None:
     """Raise UserError for a name that is neither of the zoo nor package.module:factory."""
     if ":" not in name and name not in named_networks():
         known = ", ".join(sorted(named_networks()))
-        raise UserError(f"model.name: unknown {name!r}; one of {known}, or package.module:factory")
+        raise UserError(
+            f"model.name: must be one of {known}, or package.module:factory, got {name!r}"
+        )
     if name.partition(":")[0] == "__main__":
         raise UserError(
-            f"model.name: must be importable in every worker, got {name!r}: there __main__ is "
-            "another program; move the factory into a module beside the script"
+            f"model.name: must be importable in every worker, got {name!r}, but a worker's "
+            "__main__ is a different program; move the factory to a module next to the script"
         )
 
 
-# Attribute of a module that was trained here or comes from a release: which one.
+# Attribute of a module from a run or release, which names it.
 TRAINED_BY = "_dpdist_trained_by"
-SCRIPT = "code-of-the-user"  # in place of a module: a script gave the model itself
+SCRIPT = "code-of-the-user"  # instead of a module, for a model that a script built
 _GIVEN: dict[tuple[str, str], Callable[[], Any]] = {}
 
 
 def give(name: str, structure: str, make: Callable[[], Any]) -> None:
-    """Let models of that name and structure be built in this process by `make`."""
+    """Register `make` as the factory of models of that name and structure in this process."""
     _GIVEN[name, structure] = make
 
 
@@ -100,9 +102,10 @@ def _given(name: str) -> Callable[..., Any]:
         if (name, structure) in _GIVEN:
             return _GIVEN[name, structure]()
         raise UserError(
-            f"model.name: {name!r} is known to the script that trained it alone: call it there, or "
-            "train with PrivateTraining(..., factory='package.module:function'), or release it by "
-            "`dpdist release RUN --factory package.module:function`",
+            f"model.name: must be importable, got {name!r}, which only the script that trained it "
+            "can build: call it there, train with PrivateTraining(..., "
+            "factory='package.module:function'), or release it by `dpdist release RUN --factory "
+            "package.module:function`",
             see="how-to/releases.md#a-model-of-a-script",
         )
 
@@ -110,10 +113,7 @@ def _given(name: str) -> Callable[..., Any]:
 
 
 def import_factory(name: str) -> Callable[..., Any]:
-    """Return the function that makes a model of that name.
-
-    Raises UserError for a name that leads nowhere.
-    """
+    """Return the function that builds a model of that name. Raises UserError."""
     check_name(name)
     if name.startswith(f"{SCRIPT}:"):
         return _given(name)
@@ -121,7 +121,7 @@ def import_factory(name: str) -> Callable[..., Any]:
     try:
         result: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
         return result
-    except Exception as error:  # whatever a user's module does when it is imported
+    except Exception as error:  # any error of a user's module
         raise UserError(f"model.name: cannot import {name!r}: {error}") from error
 
 
@@ -129,26 +129,30 @@ def import_factory(name: str) -> Callable[..., Any]:
 
 
 _CONFIG, _WEIGHTS_FILE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-_ADAPTER_PREFIXES = ("lora_", "ia3_")  # in names of tensors that no folder of a base has
+_ADAPTER_PREFIXES = ("lora_", "ia3_")  # of tensors that a base's folder does not have
 _AT_ONCE = 2**22  # bytes
 
 
 def is_base_model(folder: Path) -> bool:
-    """Whether `folder` holds a base, not a model of dpdist."""
+    """Return whether `folder` has a base rather than a model of dpdist."""
     return (folder / _CONFIG).exists() and not (folder / "model.json").exists()
 
 
 def with_base_config(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """`options` of a model with the configuration of the base in `folder`; as they are when there
-    is none. Raises UserError for a base that needs code or formats of its own."""
+    """Return `options` of a model with the configuration of the base in `folder`, if it has one.
+
+    Raises UserError for a base that needs custom code or formats.
+    """
     if not is_base_model(folder):
         return dict(options)
     if "config" in options:
-        raise UserError(f"model.options.config: leave it out: it is that of {folder / _CONFIG}")
+        raise UserError(
+            f"model.options.config: must be left out with {folder / _CONFIG}, which replaces it"
+        )
     found = read_json(folder / _CONFIG, {"model_type": str})
     for key in ("auto_map", "quantization_config"):
         if found.get(key):
-            raise UserError(f"{folder / _CONFIG}: has {key}, which is not read: take a plain base")
+            raise UserError(f"{folder / _CONFIG}: must not have {key}; take a plain base")
     from dpdist.models.transformers import default_settings
 
     known = default_settings(found["model_type"])
@@ -156,7 +160,7 @@ def with_base_config(options: Mapping[str, Any], folder: Path) -> dict[str, Any]
 
 
 def base_hash(folder: Path) -> str:
-    """Hex digest of configuration and weights."""
+    """Return a hex digest of configuration and weights."""
     digest = hashlib.blake2b(digest_size=16, person=b"dpdist.base")
     for path in (folder / _CONFIG, *_files(folder)):
         with open(check_regular_file(path), "rb") as file:
@@ -166,9 +170,9 @@ def base_hash(folder: Path) -> str:
 
 
 def load_base_weights(module: nn.Module, folder: Path) -> None:
-    """Copy the weights in `folder` into the base of a model that has adapters already.
+    """Copy the weights in `folder` into the base of a model with adapters, without its heads.
 
-    Heads that the folder has besides are left out. Raises UserError when they do not fit.
+    Raises UserError if they do not fit.
     """
     import torch
     from safetensors import SafetensorError
@@ -177,7 +181,9 @@ def load_base_weights(module: nn.Module, folder: Path) -> None:
     from dpdist.models.transformers import Transformer
 
     if not isinstance(module, Transformer):
-        raise UserError(f"{folder}: a base is for model.name: transformer, without mean and std")
+        raise UserError(
+            f"{folder}: must not be a base unless model.name is transformer, without mean and std"
+        )
     tensors: dict[str, Tensor] = {}
     for path in _files(folder):
         try:
@@ -192,8 +198,10 @@ def load_base_weights(module: nn.Module, folder: Path) -> None:
 
 
 def _load_pretrained_base(base: Any, tensors: dict[str, Tensor], folder: Path) -> nn.Module:
-    """The same base without adapters and with these weights, of which the library knows what they
-    were called before."""
+    """Return the same base without adapters, with these weights.
+
+    `from_pretrained` also maps former names of tensors.
+    """
     import torch
 
     from dpdist.models.transformers import base_arguments
@@ -209,20 +217,20 @@ def _load_pretrained_base(base: Any, tensors: dict[str, Tensor], folder: Path) -
         raise UserError(f"{folder}: does not fit the base: {error_text(error)}") from error
     if missing := sorted(found["missing_keys"]):
         raise UserError(
-            f"{folder}: has no {missing[0]}, and {len(missing) - 1:,} more are missing: are these "
-            "another network's weights?"
+            f"{folder}: must have the weights of the base, lacks {missing[0]} and "
+            f"{len(missing) - 1:,} more; check that it is the same network"
         )
     return made
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of weights, which lie in the folder itself."""
+    """Return the files of weights, which must be in the folder itself."""
     if not (folder / _INDEX).exists():
         return [folder / _WEIGHTS_FILE]
     names = read_json(folder / _INDEX, {"weight_map": dict})["weight_map"].values()
     for name in names:
         if not (isinstance(name, str) and name.endswith(".safetensors") and "/" not in name):
-            raise UserError(f"{folder / _INDEX}: damaged: {name!r} is no file of the folder")
+            raise UserError(f"{folder / _INDEX}: damaged: {name!r} is not a file of the folder")
     return [folder / name for name in sorted(set(names))]
 
 
@@ -235,8 +243,10 @@ DENOISER, CLASSIFIER = "denoiser", "classifier"  # the parts of a model with a f
 
 @dataclass(frozen=True)
 class BlockNoise:
-    """Which modules have noise on their outputs (names in ``model.named_modules()``), and how it
-    comes to them; how much is saved with the weights, that of the input too."""
+    """Modules with noise on their outputs (names in ``model.named_modules()``), and its mode.
+
+    The standard deviations, also that of the input, are saved with the weights.
+    """
 
     modules: tuple[str, ...]
     mode: str = "additive"
@@ -245,18 +255,18 @@ class BlockNoise:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Everything needed to build a model again.
+    """Everything needed to rebuild a model.
 
-    name: a key of the zoo, or "package.module:factory" called as factory(input_shape, classes,
+    name: a key of the zoo, or "package.module:factory", called as factory(input_shape, classes,
     **options). mean, std: public normalization constants per channel (or one for all), never
-    computed from private data. hidden_noise: the model has noise of its own in its first hidden
-    layer; block_noise: on its input and in these modules; the deviations are among the saved
-    tensors (`dpdist.models.noise`). classifier: a frozen network behind this one, which then is a
-    denoiser: images to images of the same shape. denoiser: a frozen one before this one, which then
-    is a classifier. following: it says at each position of an input what comes next. shifts: once
-    trained, it answers by its average over moves by up to so many pixels (`dpdist.models.outputs`);
-    mirrored: and over mirror images; denoised_shifts: of what its denoiser shows. signature: how
-    it is called if it reads anything but one tensor of numbers (`dpdist.models.signature`).
+    computed from private data. hidden_noise: the model has noise in its first hidden layer;
+    block_noise: on its input and in these modules; the deviations are among the saved tensors
+    (`dpdist.models.noise`). classifier: a frozen network after this one, which then is a denoiser:
+    images to images of the same shape. denoiser: a frozen one before this one, which then is a
+    classifier. following: it predicts the next token at each position. shifts: the trained model
+    averages over moves of the image by up to this many pixels (`dpdist.models.outputs`); mirrored:
+    and over mirror images; denoised_shifts: it moves the output of its denoiser. signature: how it
+    is called, if not with one tensor of numbers (`dpdist.models.signature`).
     """
 
     name: str
@@ -277,23 +287,23 @@ class ModelSpec:
 
     @property
     def has_noise(self) -> bool:
-        """Whether the model carries noise of its own."""
+        """Return whether the model has noise of its own."""
         return self.hidden_noise or self.block_noise is not None
 
     @property
     def averages_views(self) -> bool:
-        """Whether it answers by an average over views."""
+        """Return whether it averages over views."""
         return self.shifts != 0 or self.mirrored
 
     @property
     def factories(self) -> tuple[str, ...]:
-        """Names of all factories that building this model calls."""
+        """Return the names of all factories that build this model."""
         frozen = [part.factories for part in (self.classifier, self.denoiser) if part is not None]
         return (self.name, *(name for names in frozen for name in names))
 
     @property
     def user_factories(self) -> tuple[str, ...]:
-        """Return the factories that are not of the zoo."""
+        """Return the names of factories outside the zoo."""
         return tuple(dict.fromkeys(name for name in self.factories if name not in named_networks()))
 
     @property
@@ -303,23 +313,21 @@ class ModelSpec:
 
 
 def _without_unset_fields(spec: dict[str, Any]) -> dict[str, Any]:
-    """Noise in modules, that it follows, and views are said only where they are: descriptions name
-    models in keys."""
+    """Return a description without optional fields at their defaults, as it is part of hashes."""
     inner = {
         part: _without_unset_fields(spec[part]) for part in (CLASSIFIER, DENOISER) if spec[part]
     }
-    unsaid = ("block_noise", *_OPTIONAL)
-    return {k: v for k, v in (spec | inner).items() if v or k not in unsaid}
+    return {k: v for k, v in (spec | inner).items() if v or k not in _OPTIONAL}
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """The description in model.json. Raises UserError when it is missing, damaged or newer."""
+    """Return the description in model.json. Raises UserError if it is missing, damaged or newer."""
     description, _, where = _read_model_json(folder)
     return ModelRecord.parse(description, where).spec()
 
 
 def read_factory_code(folder: Path) -> FactoryCode:
-    """Return the code of its own factories with which a model was saved. Raises as `read_spec`."""
+    """Return the code of a model's factories when it was saved. Raises as `read_spec`."""
     description, code, where = _read_model_json(folder)
     if not code:
         return FactoryCode()
@@ -327,23 +335,23 @@ def read_factory_code(folder: Path) -> FactoryCode:
 
 
 def _read_model_json(folder: Path) -> tuple[dict[str, Any], dict[str, str], str]:
-    """model.json without its format: the description, the digests of code, and its path."""
+    """Return the description and the digests of code in model.json, and its path."""
     path = Path(folder) / "model.json"
     try:
         description = read_json(path, {"format": int})
     except MissingFileError:
-        raise UserError(f"{path}: no model there; was the training finished?") from None
+        raise UserError(f"{path}: no such model; finish the training first") from None
     version = description.pop("format")
     if version > FORMAT:
         raise UserError(f"{path}: written by a newer version of dpdist (format {version})")
     code = description.pop("code", {})
     if not isinstance(code, dict) or not all(isinstance(each, str) for each in code.values()):
-        raise UserError(f"{path}: damaged: code must be a digest for each module")
+        raise UserError(f"{path}: damaged: code must have a digest for each module")
     return description, code, str(path)
 
 
 _MAX_INPUT_VALUES = 2**28  # of one input, and classes
-_OPTIONAL = ("following", "shifts", "denoised_shifts", "mirrored", "signature")
+_OPTIONAL = ("block_noise", "following", "shifts", "denoised_shifts", "mirrored", "signature")
 _Size = Annotated[int, Field(ge=1)]
 _Constants = list[Annotated[float, Field(gt=-1e30, lt=1e30)]]
 
@@ -352,8 +360,8 @@ class BlockNoiseRecord(FileShape):
     """The part of model.json about noise inside the model.
 
     Attributes:
-        modules: Names of the modules that have noise on their outputs.
-        mode: How the noise comes to them.
+        modules: Names of the modules with noise on their outputs.
+        mode: How the noise is applied.
         floor: The least standard deviation.
     """
 
@@ -363,7 +371,7 @@ class BlockNoiseRecord(FileShape):
 
 
 class ModelRecord(FileShape):
-    """private/model/model.json, which describes the trained model; of a frozen part the same.
+    """private/model/model.json, which describes the trained model, or a frozen part of it.
 
     Attributes:
         name: A name of the zoo, or package.module:factory.
@@ -374,12 +382,12 @@ class ModelRecord(FileShape):
         std: Constants that it divides by.
         hidden_noise: Whether the model has noise in its first hidden layer.
         block_noise: Noise on its input and in modules.
-        following: Whether it tells the next token at each position.
-        shifts: Pixels of the moves that its answers are averaged over.
-        denoised_shifts: Whether it moves what its denoiser returns.
+        following: Whether it predicts the next token at each position.
+        shifts: Pixels of the moves that its outputs are averaged over.
+        denoised_shifts: Whether it moves the output of its denoiser.
         mirrored: Whether it averages over mirror images.
-        signature: How it is called, if it reads anything but one tensor of numbers.
-        classifier: The frozen network behind it.
+        signature: How it is called, if not with one tensor of numbers.
+        classifier: The frozen network after it.
         denoiser: The frozen network before it.
     """
 
@@ -404,14 +412,13 @@ class ModelRecord(FileShape):
     @model_validator(mode="after")
     def _check(self) -> ModelRecord:
         if math.prod([*self.input_shape, self.classes]) > _MAX_INPUT_VALUES:
-            raise key_error("input_shape", "must be of fewer numbers and classes")
+            raise key_error("input_shape", "must have fewer numbers and classes")
         averages = self.shifts != 0 or self.mirrored
-        if any(
-            part and (part.shifts or part.mirrored) for part in (self.classifier, self.denoiser)
-        ):
-            raise key_error("denoiser", "an average is of the whole model")
+        parts = (self.classifier, self.denoiser)
+        if any(part and (part.shifts or part.mirrored) for part in parts):
+            raise key_error("denoiser", "must not average over views; only a whole model may")
         if averages and (self.hidden_noise or self.block_noise or self.following):
-            raise key_error("shifts", "must be 0 with noise of the model's own, and with tokens")
+            raise key_error("shifts", "must be 0 with noise inside the model, and with tokens")
         if self.denoised_shifts and not (averages and self.denoiser):
             raise key_error("denoised_shifts", "needs shifts, or mirrored, and a denoiser")
         if self.signature:
@@ -420,31 +427,31 @@ class ModelRecord(FileShape):
 
     def spec(self) -> ModelSpec:
         """Return the description."""
-        held = {name: getattr(self, name) for name in type(self).model_fields}
-        held |= {name: tuple(held[name]) for name in ("input_shape", "mean", "std")}
-        held |= {part: each.spec() for part in (CLASSIFIER, DENOISER) if (each := held[part])}
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        values |= {name: tuple(values[name]) for name in ("input_shape", "mean", "std")}
+        values |= {part: each.spec() for part in (CLASSIFIER, DENOISER) if (each := values[part])}
         if noise := self.block_noise:
-            held["block_noise"] = BlockNoise(tuple(noise.modules), noise.mode, noise.floor)
-        return ModelSpec(**held)
+            values["block_noise"] = BlockNoise(tuple(noise.modules), noise.mode, noise.floor)
+        return ModelSpec(**values)
 
 
 def check_trusted(spec: ModelSpec, trusted_factory: str | None, context: object) -> None:
-    """Raise UserError when building the model would import a factory that nobody trusted."""
+    """Raise UserError if building the model would import a factory that is not trusted."""
     for name in spec.factories:
         if name not in named_networks() and name != trusted_factory:
             raise UserError(
-                f"{context}: the model is built by {name!r}, which is not ours; importing it runs "
-                "its code. If you trust it, name it (--trust-factory "
+                f"{context}: the model is built by {name!r}, which is not part of dpdist, and "
+                "importing it runs its code; if you trust it, name it (--trust-factory "
                 f"{shlex.quote(name)}; in Python trusted_factory={name!r})",
                 see="how-to/extending.md#a-model",
             )
 
 
 def model_hash(folder: Path) -> str:
-    """Hex digest of weights and description: names the executed model in certificates.
+    """Return a hex digest of weights and description, which identifies the model in certificates.
 
-    The description states the code of factories that are not of the zoo (`factory_code`), and a
-    model whose code has changed since is not loaded.
+    The description has digests of the code of factories outside the zoo (`factory_code`); a model
+    whose code has changed is not loaded.
     """
     if is_base_model(Path(folder)):
         return base_hash(Path(folder))

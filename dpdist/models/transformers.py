@@ -1,11 +1,10 @@
 """Transformers of Hugging Face's `transformers`, with their own head or a new one, and adapters.
 
-The base keeps its initial weights: it is public, and enters neither clip nor noise. Trained are
-the adapters that `peft` puts into the base, and a new head. Nothing is downloaded and no code of a
-folder is run: a base is one of the families below, of random weights or of a folder's. Only those
-kinds and options of adapters are accepted whose records can be told apart and that begin from
-random numbers alone: others read data or weights that are loaded later, or import modules that
-they name.
+The base keeps its public initial weights, which are neither clipped nor noised. `peft`'s adapters
+in the base, and a new head, are trained. Nothing is downloaded and no code of a folder is run: a
+base is one of the families below, with random weights or those of a folder. Adapters are limited to
+kinds and options with per-example gradients that start from random numbers: others read data or
+weights, or import modules by name.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _KEY = "model.options.adapter"
 
 
 def inject_adapters(base: nn.Module, adapter: Mapping[str, Any]) -> None:
-    """Put adapters into `base`, in place; they are its only trained parameters, in float32.
+    """Add adapters to `base`, in place, as its only trained parameters, in float32.
 
     adapter: `kind`, lora or ia3, and options of peft's LoraConfig or IA3Config. Raises UserError
     for others.
@@ -53,7 +52,9 @@ def inject_adapters(base: nn.Module, adapter: Mapping[str, Any]) -> None:
     options = {key: value for key, value in adapter.items() if key != "kind"}
     unknown = sorted(options.keys() - allowed)
     if unknown:
-        raise UserError(f"{_KEY}.{unknown[0]}: kind {kind} takes {', '.join(sorted(allowed))}")
+        raise UserError(
+            f"{_KEY}.{unknown[0]}: must be one of {', '.join(sorted(allowed))} with kind {kind}"
+        )
     with torch.device("cpu"):
         peft = import_extra("peft", "hf", _KEY)
     transposed = any(type(module).__name__ == "Conv1D" for module in base.modules())
@@ -76,8 +77,11 @@ KEY = "model.name: transformer"
 
 @dataclass(frozen=True)
 class Family:
-    """name: what its classes in `transformers` begin with. reads_images: it reads images (C, H, W),
-    not tokens. causal: a position sees those before it alone."""
+    """A family of bases.
+
+    name: prefix of its classes in `transformers`. reads_images: it reads images (C, H, W), not
+    tokens. causal: a position attends only to those before it.
+    """
 
     name: str
     reads_images: bool = False
@@ -85,7 +89,7 @@ class Family:
 
     @property
     def with_own_head(self) -> str:
-        """Return the name of the class of a base with its own head."""
+        """Return the class name of a base with its own head."""
         if not self.causal:
             return f"{self.name}ForSequenceClassification"
         return "GPT2LMHeadModel" if self.name == "GPT2" else f"{self.name}ForCausalLM"
@@ -107,7 +111,7 @@ FAMILIES = {
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _POOLS = ("mean", "first", "last", "each")
 HEADS = ("new", "own")
-# What a configuration's file says besides the network: where it came from, how it was run.
+# Keys of a configuration that do not describe the network.
 _NON_ARCHITECTURE_SETTINGS = {
     "_name_or_path", "architectures", "transformers_version", "torch_dtype", "dtype", "id2label",
     "label2id", "use_cache", "model_type", "return_dict", "output_attentions",
@@ -116,12 +120,11 @@ _NON_ARCHITECTURE_SETTINGS = {
 
 
 class Transformer(nn.Module):
-    """Token numbers (B, T), below 0 behind a document's end, or images (B, C, H, W), to logits.
+    """Tokens (B, T), negative after a document's end, or images (B, C, H, W), to logits.
 
-    What a document says does not depend on how far it is filled up: positions behind its end are
-    attended to by nobody and do not count in the pool. vocabulary: how many tokens the base knows;
-    None for images. Attention is written out ("eager"): which kernel runs depends on shapes alone,
-    never on whether some record of the batch is filled up.
+    The output does not depend on the padding: no position attends to it, and it is not pooled.
+    Attention is "eager": the kernel depends only on shapes, never on the padding of other records.
+    vocabulary: number of tokens of the base; None for images.
     """
 
     def __init__(self, base: nn.Module, family: Family, classes: int, pool: str) -> None:
@@ -145,9 +148,9 @@ class Transformer(nn.Module):
         return output
 
     def _mask(self, real: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask that is added to scores of attention: (B, 1, T, T).
+        """Return the mask that is added to attention scores, (B, 1, T, T); None if causal.
 
-        A causal base, filled up behind the end only, never looks there, and makes its own.
+        A causal base makes its own mask and never attends to padding at the end.
         """
         if self.family.causal:
             return None
@@ -157,11 +160,11 @@ class Transformer(nn.Module):
 
 
 class TransformerWithOwnHead(Transformer):
-    """Token numbers (B, T), as of `Transformer`, to the logits of the base's own head.
+    """Tokens (B, T), as of `Transformer`, to the logits of the base's own head.
 
     They are those of the next token, (B, T, vocabulary), or of the classes, (B, classes). Attention
-    is torch's SDPA: a causal base gets no mask, since documents are filled up at their end, and any
-    other one always gets one, so the kernel that runs depends on shapes alone.
+    is torch's SDPA: a causal base gets no mask, since padding is at the end, and others always get
+    one, so the kernel depends only on shapes.
     """
 
     def __init__(self, base: nn.Module, family: Family) -> None:
@@ -180,11 +183,11 @@ class TransformerWithOwnHead(Transformer):
 
 
 def read_tokens(rows: Tensor, vocabulary: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return stored rows (B, T) as the fields of token dicts: input_ids, int64, and which are real.
+    """Return stored rows (B, T) as int64 input_ids and the mask of real tokens.
 
-    The one place where models read a recipe's documents: a token t of a prompt, which is read and
-    not learned, is stored as -2 - t, and what fills a document up as -1. vocabulary: the tokens
-    that a model knows; others become its last one.
+    Models read a recipe's documents only by this function: a token t of a prompt, which is not
+    learned, is stored as -2 - t, and padding as -1. vocabulary: number of tokens of the model;
+    larger tokens become its last one.
     """
     tokens = torch.where(rows < PADDING, PROMPT - rows, rows).long()
     most = None if vocabulary is None else vocabulary - 1
@@ -192,7 +195,7 @@ def read_tokens(rows: Tensor, vocabulary: int | None = None) -> tuple[Tensor, Te
 
 
 def _pool_states(states: Tensor, real: Tensor, pool: str) -> Tensor:
-    """(B, T, width) to (B, width); of each, as they are."""
+    """Return states (B, T, width) pooled to (B, width); as they are for pool each."""
     if pool == "each":
         return states
     if pool == "first":
@@ -213,22 +216,22 @@ def transformer(
     dtype: str = "float32",
     head: str = "new",
 ) -> nn.Module:
-    """Make a frozen base with trained adapters, and with a trained linear head or its own one.
+    """Return a frozen base with trained adapters, and a trained linear head or its own head.
 
     Args:
         input_shape: (T,) tokens, or an image's (C, H, W).
-        classes: number of logits, for a record or for each of its positions.
+        classes: number of logits per record, or per position.
         config: of the base, as in its config.json; model_type names one of the families.
-        adapter: what is trained in the base (`inject_adapters`); None: a new head alone.
-        pool: what a new head reads: the mean over positions (default), the first, the last of the
-            document, or each, of a causal base that says what follows (data.text.predict: next).
+        adapter: trained adapters of the base (`inject_adapters`); None: only a new head.
+        pool: input of a new head: the mean over positions (default), the first, the last of the
+            document, or each, for a causal base with data.text.predict: next.
         dtype: of the base and its own head; adapters and a new head are float32.
-        head: "new" begins at random and is trained. "own" is the base's: of a causal base its
-            lm_head, which may be its table of tokens (tied), of another its classifier. It is
-            frozen, but for adapters that the adapter's target_modules put there.
+        head: "new" starts at random and is trained. "own" is the base's: of a causal base its
+            lm_head, which may be tied to its embedding, of others the classifier. It is frozen,
+            except for adapters that target_modules names.
 
     Raises:
-        UserError: an option is none of these, or does not fit the others.
+        UserError: an option is invalid, or conflicts with others.
     """
     if head not in HEADS:
         raise UserError(f"model.options.head: must be one of {', '.join(HEADS)}, got {head!r}")
@@ -240,7 +243,10 @@ def transformer(
     _check_input(input_shape, family)
     if pool == "each" and not family.causal:
         causal = ", ".join(name for name, each in FAMILIES.items() if each.causal)
-        raise UserError(f"model.options.pool: each is for {causal}: others see what follows")
+        raise UserError(
+            f"model.options.pool: must not be each unless the base is causal ({causal}), got "
+            f"{family.name}"
+        )
     own = head == "own"
     if own:
         _check_own_head(family, classes, config, adapter, pool)
@@ -248,11 +254,9 @@ def transformer(
     base = base.to(_DTYPES[dtype]).requires_grad_(False)
     if adapter is not None:
         inject_adapters(base, adapter)
-    return (
-        TransformerWithOwnHead(base, family)
-        if own
-        else (Transformer(base, family, classes, pool or "mean"))
-    )
+    if own:
+        return TransformerWithOwnHead(base, family)
+    return Transformer(base, family, classes, pool or "mean")
 
 
 def _check_own_head(
@@ -262,47 +266,45 @@ def _check_own_head(
     adapter: Mapping[str, Any] | None,
     pool: str | None,
 ) -> None:
-    """Raise UserError where a base's own head does not fit the other options."""
+    """Raise UserError if a base's own head conflicts with other options."""
     key = "model.options.head: own"
     if family.reads_images:
         raise UserError(f"{key}: must be of a base that reads tokens, got {family.name}; take new")
     if adapter is None:
         raise UserError(
-            f"model.options.adapter: must be given with {key}, which is frozen: nothing would be "
-            "trained; such as {kind: lora, target_modules: all-linear}"
+            f"model.options.adapter: must be given with {key}, which is frozen, such as "
+            "{kind: lora, target_modules: all-linear}"
         )
     if pool is not None:
-        raise UserError(
-            f"model.options.pool: must be left out with {key}, which reads what it does"
-        )
+        raise UserError(f"model.options.pool: must be left out with {key}")
     known = config.get("vocab_size", default_settings(config["model_type"])["vocab_size"])
     if family.causal and known != classes:
         raise UserError(
-            f"data.classes: must be {known:,}, the tokens of the base's own head, got {classes:,}; "
-            "set it, with data.text.predict: next"
+            f"data.classes: must be {known:,} with data.text.predict: next, the tokens of the "
+            f"base's own head, got {classes:,}"
         )
 
 
 def _check_input(shape: Sequence[int], family: Family) -> None:
     if len(shape) != (3 if family.reads_images else 1):
-        what = (
-            "images (C, H, W)" if family.reads_images else "rows of token numbers (see data.text)"
-        )
+        what = "images (C, H, W)" if family.reads_images else "rows of tokens (see data.text)"
         raise UserError(f"{KEY}: {family.name} reads {what}, got records of shape {tuple(shape)}")
 
 
 def _build_base(
     family: Family, values: Mapping[str, Any], own_head: int | None = None
 ) -> nn.Module:
-    """Make a base of random weights, without dropout and without a pooling layer nobody asks.
+    """Return a base with random weights, without dropout and without an unused pooling layer.
 
-    own_head: the classes of its own head; None: it is bare.
+    own_head: number of classes of its own head; None: without a head.
     """
     transformers, known = _transformers(), default_settings(values["model_type"])
     given = {key: value for key, value in values.items() if key not in _NON_ARCHITECTURE_SETTINGS}
     unknown = sorted(given.keys() - known.keys())
     if unknown:
-        raise UserError(f"model.options.config: {family.name} has no {', '.join(unknown)}")
+        raise UserError(
+            f"model.options.config: must be options of {family.name}, got {', '.join(unknown)}"
+        )
     given |= {key: 0.0 for key, value in known.items() if "drop" in key and _is_rate(value)}
     bare = own_head is None
     if not bare and not family.causal:
@@ -316,13 +318,13 @@ def _build_base(
 
 
 def base_arguments(base: type) -> dict[str, bool]:
-    """How a base is made without the pooling layer that it may have beside its states."""
+    """Return the arguments of a base class that omit its pooling layer."""
     has = "add_pooling_layer" in inspect.signature(base.__init__).parameters  # type: ignore[misc]
     return {"add_pooling_layer": False} if has else {}
 
 
 def default_settings(model_type: str) -> dict[str, Any]:
-    """The settings of a family of bases, and their defaults."""
+    """Return the settings of a family of bases, with their defaults."""
     made = getattr(_transformers(), f"{_family(model_type).name}Config")
     result: dict[str, Any] = (
         made().to_dict() | dict.fromkeys(made.attribute_map) | {"model_type": model_type}
@@ -345,9 +347,9 @@ def _is_rate(value: Any) -> bool:
 
 
 def _transformers() -> ModuleType:
-    with torch.device("cpu"):  # whatever device the factory is called under
+    with torch.device("cpu"):  # whatever device the factory runs under
         found = import_extra("transformers", "hf", KEY)
-        said = import_extra("transformers.utils.logging", "hf", KEY)
-    said.set_verbosity_error()
-    said.disable_progress_bar()
+        logging = import_extra("transformers.utils.logging", "hf", KEY)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     return found

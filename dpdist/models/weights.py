@@ -1,9 +1,9 @@
-"""Read the weights of a model from elsewhere, and take an adapter and its base apart for elsewhere.
+"""Read the weights of an imported model, and separate an adapter from its base.
 
-Read are a PyTorch state dict or a safetensors file. Nothing is unpickled but numbers: a file that
-would run code when it is loaded is refused with the line that turns it into one that would not.
+Weights are a PyTorch state dict or a safetensors file. Only numbers are unpickled: a file that
+would run code raises an error with a command that converts it.
 
-An adapter is written as `peft` reads it. A base is recognized by a digest of its weights.
+An adapter has the form of `peft`. A base is identified by a digest of its weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dpdist.core.errors import UserError
 from dpdist.core.files import check_regular_file, error_text
 from dpdist.models.outputs import is_causal
 
-# Under which keys training scripts keep the state dict of the model beside other things.
+# Keys under which checkpoints have the model's state dict.
 _INSIDE = ("state_dict", "model_state_dict", "model", "net", "params", "weights")
 _WRAPPED = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile, Lightning
 _COUNTER = "num_batches_tracked"  # of BatchNorm: not used in evaluation
@@ -52,7 +52,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             raise UserError(f"{path}: must be a safetensors file: {error_text(error)}") from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about an archive that is then refused
+            warnings.simplefilter("ignore")  # about an archive that raises an error
             found = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise UserError(
@@ -70,14 +70,14 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def _global(error: Exception) -> str:
-    """The class that a pickle asked for, in few words."""
+    """Return the name of the class that a pickle needs."""
     words = str(error).split()
     after = [words[at + 1] for at, word in enumerate(words[:-1]) if word == "GLOBAL"]
     return after[0].rstrip(".") if after else "a pickled object"
 
 
 def _state_dict(found: Any, path: Path) -> dict[str, Tensor]:
-    """The tensors by name, from a checkpoint that may hold them under a key."""
+    """Return the tensors by name, from a checkpoint that may have them under a key."""
     if isinstance(found, Mapping):
         tensors = {str(name): each for name, each in found.items() if isinstance(each, Tensor)}
         if tensors and len(tensors) == len(found):
@@ -93,13 +93,13 @@ def _state_dict(found: Any, path: Path) -> dict[str, Tensor]:
 
 
 def load_foreign(module: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Copy weights from elsewhere into a module of the same architecture.
+    """Copy the weights of an imported model into a module of the same architecture.
 
-    Names that a wrapper put before all others ("module.") are taken off, and BatchNorm's counters
-    of batches, which evaluation does not use, may be missing on either side.
+    The prefix of a wrapper ("module.") is removed from names, and BatchNorm's counters of batches,
+    which evaluation does not use, may be missing on either side.
 
     Raises:
-        UserError: a tensor is missing, is left over, has another shape or is not finite.
+        UserError: a tensor is missing, unexpected, of a different shape or not finite.
     """
     own = module.state_dict()
     given = _unwrapped(dict(tensors), own.keys())
@@ -107,12 +107,15 @@ def load_foreign(module: nn.Module, tensors: Mapping[str, Tensor], path: Path) -
     given = {n: each for n, each in own.items() if n.endswith(_COUNTER)} | given
     bad = [n for n, each in given.items() if each.is_floating_point() and not each.isfinite().all()]
     if bad:
-        raise UserError(f"{path}: {bad[0]} must be finite numbers; did its training diverge?")
+        raise UserError(
+            f"{path}: {bad[0]} must be finite, got NaN or Inf; check that its training did not "
+            "diverge"
+        )
     try:
         module.load_state_dict(given)
     except RuntimeError as error:  # torch names the tensors
         raise UserError(
-            f"{path}: must hold the weights of the model: {error_text(error)}; name the factory "
+            f"{path}: must have the weights of the model: {error_text(error)}; name the factory "
             "and the options (--option) that the weights were trained with",
             see="how-to/certify-any-model.md#by-command",
         ) from None
@@ -136,21 +139,21 @@ def file_digest(path: Path) -> str:
 # --- adapters ---------------------------------------------------------------------------------
 
 
-# What peft calls the layers of a base within its own, and the copies that it trains beside them.
+# peft's names of the wrapped layers of a base, and of trained copies.
 _WITHIN_ADAPTERS = ("base_layer", "original_module")
 _TRAINED_COPIES = "modules_to_save"
-_OF_PEFT = "base_model.model."  # what names of tensors begin with in peft's own files
+_OF_PEFT = "base_model.model."  # prefix of names of tensors in peft's files
 _ONE_ADAPTER = "default"
 
 
 def _without_wrapper(model: nn.Module) -> Any:
-    """Return the base in which adapters are layers of their own."""
+    """Return the base with its adapters, without peft's wrapper."""
     holder: Any = _adapted(model) or model
     return holder.get_base_model() if hasattr(holder, "get_base_model") else holder
 
 
 def _adapted(model: nn.Module) -> Any:
-    """Return the module that peft put one adapter into; None where there is none, or several."""
+    """Return the module with peft's adapter; None if there is none, or several."""
     for each in model.modules():
         configs: Any = getattr(each, "peft_config", None)
         if configs:
@@ -159,12 +162,12 @@ def _adapted(model: nn.Module) -> Any:
 
 
 def base_digest(model: nn.Module) -> str:
-    """Return a digest of the weights of a base: 32 hex digits, of a model with adapters or without.
+    """Return a digest, 32 hex digits, of the weights of a base, with or without adapters.
 
-    Covered are names, types, shapes and values of the tensors that belong to no adapter.
+    It covers names, types, shapes and values of all tensors outside adapters.
 
     Args:
-        model: of `transformers`, or a `peft` model of one.
+        model: a model of `transformers`, or a `peft` model of one.
 
     Example:
         >>> import torch
@@ -195,10 +198,10 @@ def base_dtype(model: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class Adapter:
-    """Adapter of a model, as `peft.PeftModel.from_pretrained` reads it.
+    """The adapter of a model, as `peft.PeftModel.from_pretrained` reads it.
 
-    config: peft's configuration. tensors: by their names in peft's own files. outside: a trained
-    tensor that is not in the adapter; None where the adapter is all that was trained.
+    config: peft's configuration. tensors: by their names in peft's files. outside: name of a
+    trained tensor outside the adapter, or None.
     """
 
     config: Any
@@ -207,7 +210,7 @@ class Adapter:
 
     @classmethod
     def of(cls, model: nn.Module) -> Adapter | None:
-        """Return the one adapter in a model, put there by peft's wrapper or `inject_adapters`."""
+        """Return the adapter of a model by peft's wrapper or `inject_adapters`, or None."""
         holder = _adapted(model)
         if holder is None:
             return None
@@ -229,14 +232,17 @@ class Adapter:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Let a model answer by its base alone meanwhile: its adapters are switched off.
+    """Switch off a model's adapters inside the context.
 
-    model: in evaluation mode, with adapters that `inject_adapters` put there; afterwards they are
-    on, with gradients.
+    model: in evaluation mode, with adapters of `inject_adapters`; afterwards they are on, with
+    gradients.
     """
-    within = _WITHIN_ADAPTERS[0]  # which a whole model of transformers has not
-    layers: list[Any] = [each for each in model.modules()
-                         if hasattr(each, within) and hasattr(each, "enable_adapters")]  # fmt: skip
+    within = _WITHIN_ADAPTERS[0]  # an attribute of single layers, not of a whole model
+    layers: list[Any] = [
+        each
+        for each in model.modules()
+        if hasattr(each, within) and hasattr(each, "enable_adapters")
+    ]
     try:
         for layer in layers:
             layer.enable_adapters(False)

@@ -1,9 +1,9 @@
 """Networks of the zoo: small classifiers, residual networks, denoisers, torchvision's.
 
-Inputs are (B, *input_shape) in [0, 1]; outputs logits (B, classes), or images for denoisers. No
-layer mixes examples (GroupNorm, never BatchNorm), so per-example gradients exist. In a network of
-torchvision BatchNorm becomes a fixed map by its running statistics and dropout is taken out: as a
-frozen public part it may stand behind a trained one, since its statistics are public constants.
+Inputs are (B, *input_shape) in [0, 1]; outputs are logits (B, classes), or images for denoisers. No
+layer mixes examples (GroupNorm, never BatchNorm), so per-example gradients exist. In a torchvision
+network BatchNorm becomes a fixed map by its running statistics, which are public constants, and
+dropout is removed, so it may be a frozen public part after a trained one.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ ACTIVATIONS["tempered-sigmoid"] = TemperedSigmoid
 
 
 def activation_layer(name: str) -> nn.Module:
-    """The named activation. Raises ValueError for a name that is not known."""
+    """Return the named activation. Raises ValueError for an unknown name."""
     if name not in ACTIVATIONS:
-        raise ValueError(f"activation: unknown {name!r}; one of {', '.join(sorted(ACTIVATIONS))}")
+        known = ", ".join(sorted(ACTIVATIONS))
+        raise ValueError(f"activation: must be one of {known}, got {name!r}")
     return ACTIVATIONS[name]()
 
 
@@ -56,7 +57,7 @@ def activation_layer(name: str) -> nn.Module:
 
 
 class NormalizedNetwork(nn.Module):
-    """(x - mean) / std, then the network; part of the model, so that radii are in input units."""
+    """(x - mean) / std, then the network, so that radii are in units of the input."""
 
     mean: Tensor
     std: Tensor
@@ -76,14 +77,16 @@ class NormalizedNetwork(nn.Module):
 
 
 def flat_size(features: nn.Sequential, input_shape: Sequence[int]) -> int:
-    """Return how many numbers leave convolutions and pools. Raises RuntimeError for inputs that are
-    too small for them."""
+    """Return the number of outputs of convolutions and pools.
+
+    Raises RuntimeError for inputs that are too small.
+    """
     with torch.no_grad():
         return features(torch.zeros(1, *input_shape)).numel()  # type: ignore[no-any-return]
 
 
 def linear(input_shape: Sequence[int], classes: int) -> nn.Module:
-    """Multinomial logistic regression."""
+    """Return a model of multinomial logistic regression."""
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), classes))
 
 
@@ -93,7 +96,7 @@ def mlp(
     hidden: Sequence[int] = (512, 128),
     activation: str = "relu",
 ) -> nn.Module:
-    """Dense layers; 512-128 is DPlis' MNIST model, 1536-128 its CIFAR-10 model (PoPETs 2021)."""
+    """Return linear layers; DPlis (PoPETs 2021) has 512-128 for MNIST and 1536-128 for CIFAR-10."""
     sizes = [math.prod(input_shape), *hidden]
     layers: list[nn.Module] = [nn.Flatten()]
     for width_in, width_out in itertools.pairwise(sizes):
@@ -108,10 +111,10 @@ def tf_cnn(
     width: int = 16,
     dense: bool = True,
 ) -> nn.Module:
-    """The CNN of the TF-Privacy tutorial, as DPlis uses it: 26,010 parameters on 1x28x28.
+    """Return the CNN of the TF-Privacy tutorial, as in DPlis: 26,010 parameters on 1x28x28.
 
-    width: of the first convolution; the second and the dense layer have twice as many. Without a
-    dense layer the last one reads what the convolutions see.
+    width: filters of the first convolution; the second, and the dense layer, are twice as wide.
+    dense: whether there is a dense layer before the last one.
     """
     features = nn.Sequential(
         nn.Conv2d(input_shape[0], width, 8, stride=2, padding=2),
@@ -142,10 +145,10 @@ def unet_cnn(
     width: int = 16,
     dense: bool = False,
 ) -> nn.Module:
-    """`tf_cnn` behind a `unet`, as one network: what clears the noise is trained with what reads.
+    """Return a `unet` followed by a `tf_cnn`, which are trained together.
 
-    channels, kernel: of the U-Net (`dpdist.models.zoo.unet`); activation, width, dense: of the
-    CNN. 43,563 parameters on 1x28x28.
+    channels, kernel: of the U-Net (`dpdist.models.zoo.unet`); activation, width, dense: of the CNN.
+    It has 43,563 parameters on 1x28x28.
     """
     return nn.Sequential(
         OrderedDict(
@@ -158,7 +161,7 @@ def unet_cnn(
 def small_cnn(
     input_shape: Sequence[int], classes: int, width: int = 16, activation: str = "tanh"
 ) -> nn.Module:
-    """Two 3x3 convolutions and one dense layer, for images of 8x8 and up."""
+    """Return two 3x3 convolutions and one linear layer, for images of at least 8x8."""
     return nn.Sequential(
         nn.Conv2d(input_shape[0], width, 3, padding=1),
         activation_layer(activation),
@@ -178,11 +181,11 @@ def pool_cnn(
     activation: str = "relu",
     whiten: float = 0.0,
 ) -> nn.Module:
-    """Convolutions that keep their maps' size, the first of stride 2, each other one before a 2x2
-    max pool, and a last layer that reads what they see: 115,274 parameters on 3x32x32.
+    """Return convolutions, all but the first before a 2x2 max pool, and a linear layer.
 
-    kernels: odd. groups: of a GroupNorm behind each convolution, 0 for none. whiten: ridge of a
-    `WhiteningLayer` before the last layer, 0 for none.
+    The first one has stride 2. The network has 115,274 parameters on 3x32x32. kernels: odd sizes.
+    groups: of a GroupNorm after each convolution, 0 without. whiten: ridge of a `WhiteningLayer`
+    before the last layer, 0 without.
     """
     layers: list[nn.Module] = []
     widths = itertools.pairwise([input_shape[0], *filters])
@@ -203,12 +206,11 @@ def pool_cnn(
 class WhiteningLayer(nn.Linear):
     """A frozen map of features (B, D) to uncorrelated ones; the identity until it is fitted.
 
-    It is fitted once, to public records at the end of their training, and no private record moves
-    it. A head on whitened features learns in fewer noisy steps, as it need not go further along
-    features that vary less.
+    It is fitted once, to public records at the end of their training, and does not depend on
+    private records. A head on whitened features learns in fewer noisy steps.
 
-    ridge: added to each eigenvalue of the covariance, as a share of their mean, so that directions
-    that hardly vary are not blown up.
+    ridge: added to each eigenvalue of the covariance, as a fraction of their mean, so that
+    directions of little variance are not amplified.
     """
 
     def __init__(self, size: int, ridge: float) -> None:
@@ -219,7 +221,10 @@ class WhiteningLayer(nn.Linear):
         nn.init.zeros_(self.bias)
 
     def fit(self, mean: Tensor, covariance: Tensor) -> None:
-        """Whiten features of this mean (D,) and covariance (D, D); their mean square stays."""
+        """Set the map for features of this mean (D,) and covariance (D, D).
+
+        The mean square of the features stays the same.
+        """
         values, vectors = torch.linalg.eigh(covariance)
         values = values.clamp(min=0.0)
         inverse = (values + self.ridge * values.mean()).clamp(min=1e-12).rsqrt()
@@ -231,7 +236,7 @@ class WhiteningLayer(nn.Linear):
 
 
 class _TokenEmbedding(nn.Module):
-    """Embeds the token numbers of a feature row: (B, length) floats to (B, length, width)."""
+    """Embeds tokens: (B, length) floats to (B, length, width)."""
 
     def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__()
@@ -239,13 +244,15 @@ class _TokenEmbedding(nn.Module):
         self.vocabulary = vocabulary
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.embedding(x.long().clamp(min=0))  # behind the end nothing is asked
+        output: Tensor = self.embedding(x.long().clamp(min=0))  # padding has no targets
         return output
 
 
 class _Windows(nn.Module):
-    """At each position the last `count` ones, it among them: (B, length, width) to (B, length,
-    count * width). Before the beginning there are zeros."""
+    """Concatenates the last `count` positions at each one, with zeros before the first.
+
+    (B, length, width) to (B, length, count * width).
+    """
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -269,8 +276,10 @@ class _States(nn.Module):
 
 
 class NextWord(nn.Sequential):
-    """Token numbers (B, length), below 0 behind a document's end, to what comes after each of them:
-    logits (B, length, vocabulary), which depend on it and those before it."""
+    """Tokens (B, length), negative after a document's end, to logits (B, length, vocabulary).
+
+    The logits of the next token depend on this token and those before it.
+    """
 
     def __init__(self, tokens: _TokenEmbedding, *layers: nn.Module) -> None:
         super().__init__(tokens, *layers)
@@ -284,9 +293,9 @@ def next_word_mlp(
     embedding: int = 64,
     hidden: Sequence[int] = (500, 250, 50),
 ) -> nn.Module:
-    """Next word from the last 20 by dense layers 500-250-50 (DPlis, PoPETs 2021, Section 5.5).
+    """Return linear layers 500-250-50 over the last 20 words (DPlis, PoPETs 2021, Section 5.5).
 
-    classes is the vocabulary, of inputs and outputs. The embedding's width is not in the paper.
+    classes: size of the vocabulary. The paper does not state the embedding's width.
     """
     sizes = [context * embedding, *hidden]
     layers: list[nn.Module] = [_Windows(context)]
@@ -298,7 +307,7 @@ def next_word_mlp(
 def next_word_lstm(
     input_shape: Sequence[int], classes: int, embedding: int = 256, units: int = 96
 ) -> nn.Module:
-    """Next word from all before it by an LSTM (DPlis: embedding 256, 96 units)."""
+    """Return an LSTM over all previous words (DPlis: embedding 256, 96 units)."""
     return NextWord(
         _TokenEmbedding(classes, embedding), _States(embedding, units), nn.Linear(units, classes)
     )
@@ -308,11 +317,11 @@ def next_word_lstm(
 
 
 class ResidualBlock(nn.Module):
-    """One step x + F(x) of a residual network: where residual perturbation puts its noise."""
+    """One step x + F(x) of a residual network, to which residual perturbation adds noise."""
 
 
 def residual_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Names of the residual blocks in ``model.named_modules()``."""
+    """Return the names of the residual blocks in ``model.named_modules()``."""
     return tuple(name for name, m in model.named_modules() if isinstance(m, ResidualBlock))
 
 
@@ -338,9 +347,9 @@ class _PostActivation(ResidualBlock):
 
 
 def residual_stages(depth: int, width: int) -> Iterator[tuple[int, int, int]]:
-    """(width in, width out, stride) of each block of the 6n + 2 network (He et al. 2016)."""
+    """Yield (width in, width out, stride) of each block of the 6n + 2 network (He et al. 2016)."""
     if depth < 8 or (depth - 2) % 6:
-        raise ValueError(f"depth must be 6n + 2 with n >= 1 (8, 14, 20, ...), got {depth}")
+        raise ValueError(f"depth: must be 6n + 2 with n >= 1 (8, 14, 20, ...), got {depth}")
     width_in = width
     for stage, width_out in enumerate((width, 2 * width, 4 * width)):
         for block in range((depth - 2) // 6):
@@ -351,7 +360,7 @@ def residual_stages(depth: int, width: int) -> Iterator[tuple[int, int, int]]:
 def resnet_gn(
     input_shape: Sequence[int], classes: int, depth: int = 20, width: int = 16, groups: int = 8
 ) -> nn.Module:
-    """The 6n + 2 residual network for 32x32 images (He et al. 2016) with GroupNorm."""
+    """Return the 6n + 2 residual network for 32x32 images (He et al. 2016) with GroupNorm."""
     blocks = [_PostActivation(*stage, groups) for stage in residual_stages(depth, width)]
     return nn.Sequential(
         nn.Conv2d(input_shape[0], width, 3, padding=1, bias=False),
@@ -386,11 +395,11 @@ def conv_autoencoder(
     activation: str = "relu",
     residual: bool = False,
 ) -> nn.Module:
-    """Convolutions of stride 2, then as many transposed ones back to the image (TransDenoiser).
+    """Return convolutions of stride 2, then as many transposed ones (TransDenoiser).
 
-    channels: filters of the convolutions, outermost first; the paper's widths are not known. The
-    sides of the image must be divisible by 2^len(channels). residual: x - network(x) instead, with
-    a last layer that begins at 0, so that training begins at the identity. classes is not used.
+    channels: filters of the convolutions, outermost first; the paper's widths are unknown. The
+    sides of the image must be divisible by 2^len(channels). residual: return x - network(x), with a
+    last layer that starts at 0, so that training starts at the identity. classes: unused.
     """
     widths = [input_shape[0], *channels]
     layers: list[nn.Module] = []
@@ -408,7 +417,7 @@ def conv_autoencoder(
 
 
 class _Level(nn.Module):
-    """Inputs to `width` maps of half the size, what the level below sees added, and back."""
+    """Maps inputs to `width` maps of half the size, adds those of `inner`, and maps them back."""
 
     def __init__(self, width_in: int, width: int, kernel: int, inner: nn.Module | None) -> None:
         super().__init__()
@@ -432,11 +441,10 @@ def unet(
     channels: Sequence[int] = (16, 32),
     kernel: int = 6,
 ) -> nn.Module:
-    """A U-Net (Ronneberger et al. 2015) without full size: each level halves the image, and adds
-    what the level below makes of it.
+    """Return a U-Net (Ronneberger et al. 2015) whose levels each halve the image.
 
     channels: of the levels, outermost first; the sides of the image must be divisible by
-    2^len(channels). kernel: even, of the outermost level; the others have 4. classes is not used.
+    2^len(channels). kernel: even size of the outermost level; the others have 4. classes: unused.
     """
     widths = [input_shape[0], *channels]
     inner: _Level | None = None
@@ -453,13 +461,13 @@ def dncnn(
     width: int = 64,
     groups: int = 8,
 ) -> nn.Module:
-    """DnCNN, the denoiser of denoised smoothing (Salman et al. 2020), with GroupNorm.
+    """Return DnCNN, the denoiser of denoised smoothing (Salman et al. 2020), with GroupNorm.
 
-    3x3 convolutions at full size that predict the noise; groups: of the GroupNorm between them, 0
-    for none. classes is not used.
+    It has 3x3 convolutions at full size that predict the noise. groups: of the GroupNorm between
+    them, 0 without. classes: unused.
     """
     if depth < 2:
-        raise ValueError(f"depth must be at least 2, got {depth}")
+        raise ValueError(f"depth: must be >= 2, got {depth}")
     layers: list[nn.Module] = [nn.Conv2d(input_shape[0], width, 3, padding=1), nn.ReLU()]
     for _ in range(depth - 2):
         layers.append(nn.Conv2d(width, width, 3, padding=1, bias=not groups))
@@ -490,8 +498,8 @@ _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 class FixedBatchNorm(nn.Module):
     """BatchNorm by stored statistics: (x - mean) / sqrt(var + eps) * weight + bias, per channel.
 
-    Its tensors are named as BatchNorm2d's. Only inside `batch_statistics` it normalizes by the
-    batch and updates the statistics: that mixes examples and is for training on public records.
+    Its tensors have the names of BatchNorm2d. Only inside `batch_statistics` it normalizes by the
+    batch and updates the statistics, which mixes examples, for training on public records.
     """
 
     running_mean: Tensor
@@ -520,7 +528,7 @@ class FixedBatchNorm(nn.Module):
 
 @contextmanager
 def batch_statistics(module: nn.Module) -> Iterator[None]:
-    """Let the fixed normalizations estimate their statistics, as BatchNorm does in training."""
+    """Let every `FixedBatchNorm` normalize by the batch and update its statistics."""
     layers = [layer for layer in module.modules() if isinstance(layer, FixedBatchNorm)]
     for layer in layers:
         layer.uses_batch_statistics = True
@@ -534,7 +542,7 @@ def batch_statistics(module: nn.Module) -> Iterator[None]:
 def torchvision_classifier(
     input_shape: Sequence[int], classes: int, architecture: str = "resnet18"
 ) -> nn.Module:
-    """torchvision.models' `architecture` with `classes` outputs, for (3, H, W) images."""
+    """Return an architecture of torchvision.models with `classes` outputs, for (3, H, W) images."""
     options = {"init_weights": True} if architecture in ("googlenet", "inception_v3") else {}
     network = import_torchvision("models").get_model(
         architecture, weights=None, num_classes=classes, **options
@@ -543,11 +551,10 @@ def torchvision_classifier(
 
 
 def download_weights(architecture: str) -> tuple[dict[str, Tensor], str]:
-    """torchvision's default weights of an architecture, downloaded, and their name.
+    """Return torchvision's default weights of an architecture, downloaded, and their name.
 
-    Kept where torch.hub keeps its files; the download is compared with its checksum and nothing in
-    it is executed. Raises ValueError when there are none, OSError or RuntimeError when they cannot
-    be had.
+    They are stored in torch.hub's folder. Their checksum is verified, and nothing is executed.
+    Raises ValueError if there are none, OSError or RuntimeError if the download fails.
     """
     weights = import_torchvision("models").get_model_weights(architecture).DEFAULT
     tensors = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
@@ -559,7 +566,7 @@ def replace_batch_norm_and_dropout(module: nn.Module) -> nn.Module:
     for name, child in module.named_children():
         if isinstance(child, nn.BatchNorm2d):
             if child.running_mean is None or child.running_var is None or not child.affine:
-                raise ValueError(f"{name}: a BatchNorm without statistics or weights of its own")
+                raise ValueError(f"{name}: must be a BatchNorm with statistics and weights")
             layer = FixedBatchNorm(child.num_features, child.eps, child.momentum)
             state = child.state_dict()
             layer.load_state_dict({key: state[key] for key in layer.state_dict()})

@@ -22,8 +22,8 @@ from dpdist.config.sections import PrivacyRecipe
 from dpdist.config.training import CANONICAL_SHARDS
 from dpdist.core.errors import UserError
 from dpdist.data import Dataset
-from dpdist.data.adapters import as_records, check_one_class_each
-from dpdist.data.protocol import Records
+from dpdist.data.adapters import as_records
+from dpdist.data.protocol import Records, check_one_class_each
 from dpdist.gradients.engine import GradientEngine, TrainingObjective
 from dpdist.gradients.hooks import Inputs, Objective, each_tensor, take
 from dpdist.gradients.noise import add_noise

@@ -24,16 +24,17 @@ from torch import Tensor, nn
 from dpdist.config.training import ScriptScore
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_json, write_json
-from dpdist.data.overlap import count_common, single_records
 from dpdist.data.protocol import (
     UNITS,
     Records,
     UserRecords,
+    count_common,
     find_generators,
     kept_generators,
     mean_units,
     seed_generators,
     seed_of,
+    single_records,
 )
 from dpdist.gradients.hooks import Objective, OwnLoss, each_tensor, example_losses, take
 from dpdist.gradients.noise import add_noise

@@ -20,10 +20,16 @@ from torch.optim import Optimizer
 
 from dpdist.config.sections import PrivacyRecipe
 from dpdist.core.errors import UserError
-from dpdist.data.adapters import check_classes, check_targets
 from dpdist.data.documents import PreferenceRecords, check_tokens
-from dpdist.data.overlap import count_common, single_records
-from dpdist.data.protocol import Records, UserRecords, Users
+from dpdist.data.protocol import (
+    Records,
+    UserRecords,
+    Users,
+    check_classes,
+    check_targets,
+    count_common,
+    single_records,
+)
 from dpdist.data.record_hashes import hash_inputs, names_nobody
 from dpdist.data.registry import store_split
 from dpdist.gradients.criterion import CriterionLoss

@@ -20,7 +20,6 @@ from dpdist import models
 from dpdist.config.sections import Privacy
 from dpdist.config.training import Stage
 from dpdist.core.errors import UserError
-from dpdist.data.adapters import check_one_class_each
 from dpdist.data.documents import (
     LEARNED_FROM,
     REFERENCE,
@@ -28,7 +27,7 @@ from dpdist.data.documents import (
     PreferenceRecords,
     check_not_packed,
 )
-from dpdist.data.protocol import Records, fields_of
+from dpdist.data.protocol import Records, check_one_class_each, fields_of
 from dpdist.gradients.criterion import CriterionLoss
 from dpdist.gradients.hooks import take, tensors_of
 from dpdist.gradients.independence import SYNTHETIC_KEY

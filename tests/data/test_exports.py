@@ -76,12 +76,12 @@ def zipped(*texts: str) -> bytes:
 
 # content of train.csv (or of another ending), what init prints or refuses with; True: as ROWS.
 HOLE = ["train.csv: line 5", "'a'", "missing"]
-MARKED = ["1 features", "left out: b: text, of numbers with commas"]
+MARKED = ["1 features", "left out: b: text"]
 EXPORTS: dict[str, tuple[str | bytes | Callable[[], bytes], bool | list[str]]] = {
     "plain": (lines(ROWS), True),
     "comma at the end": (lines([[*row, ""] for row in ROWS], names=[*NAMES, ""]), True),
     "two of them": (lines([[*row, "", ""] for row in ROWS], names=[*NAMES, "", ""]), True),
-    "comma after the names": (lines(ROWS, names=[*NAMES, ""]), ["line 2", "4 cells", "comma"]),
+    "comma after the names": (lines(ROWS, names=[*NAMES, ""]), ["line 2", "4 cells"]),
     "cell too many": (lines([[*row, ""] for row in ROWS]), ["line 2", "3 cells"]),
     "CR": (lines(ROWS, end="\r"), True),
     "CRLF": (lines(ROWS, end="\r\n"), True),
@@ -93,14 +93,14 @@ EXPORTS: dict[str, tuple[str | bytes | Callable[[], bytes], bool | list[str]]] =
     "semicolons": (lines(ROWS, ";"), True),
     "decimal commas": (lines(ROWS, ";").replace(".", ","), True),
     "decimal commas and points": (lines(changed(1, lambda n, cell: cell.replace(".", ",")), ";"),
-                                  ["1 features", "left out: a: text, of numbers with commas"]),
+                                  ["1 features", "left out: a: text"]),
     "tabs": (lines(ROWS, "\t"), True),
     "bars": (lines(ROWS, "|"), True),
     "quoted names": (lines(ROWS).replace("a,b,label", '"a","b","label"'), True),
     "quoted newlines": (lines(with_first(lambda n: "two\nlines"), names=["note", *NAMES]), True),
     "hole after quoted newlines": (lines([["two\nlines", *row[:2], "" if n == 3 else row[2]]
                                           for n, row in enumerate(ROWS)],
-                                         names=["note", *NAMES]), ["line 8", "'label'", "value"]),
+                                         names=["note", *NAMES]), ["line 8", "'label'"]),
     "thousands": (lines(changed(1, lambda n, cell: f"1,{n:03d}")), MARKED),
     "thousands and semicolons": (lines(changed(1, lambda n, cell: f"1,{n:03d}"), ";"), MARKED),
     "decimal commas in quotes": (lines(changed(1, lambda n, cell: f"{n},5")), MARKED),
@@ -109,12 +109,11 @@ EXPORTS: dict[str, tuple[str | bytes | Callable[[], bytes], bool | list[str]]] =
     "holes in three columns": (
         lines([["", *row[1:]] if n == 3 else [row[0], "?", ""] if n == 5 else row
                for n, row in enumerate(ROWS)]),
-        [f"{split}.csv: line {line}: column '{column}' must have a value" for split in
-         ("train", "test") for line, column in ((7, "label"),)]),
-    "label missing": (hole("?", 2), ["line 5", "'label'", "value"]),
+        [f"{split}.csv: line 7: column 'label'" for split in ("train", "test")]),
+    "label missing": (hole("?", 2), ["line 5", "'label'"]),
     "index": (lines(with_first(str), names=["", *NAMES]), True),
     "index read before": (lines(with_first(str), names=["Unnamed: 0", *NAMES]), True),
-    "labels as fractions": (lines(changed(2, lambda n, cell: f"{cell}.0")), ["label", "whole"]),
+    "labels as fractions": (lines(changed(2, lambda n, cell: f"{cell}.0")), ["label"]),
     "labels as true and false": (lines(changed(2, lambda n, cell: str(cell == "1"))), True),
     "labels as t and f": (lines(changed(2, lambda n, cell: "ft"[int(cell)])), True),
     "labels below 0": (lines(changed(2, lambda n, cell: str(int(cell) - 1))), ["'label'", "-1"]),
@@ -124,11 +123,11 @@ EXPORTS: dict[str, tuple[str | bytes | Callable[[], bytes], bool | list[str]]] =
                                names=["when", *NAMES]), True),
     "gzip": (lambda: gzip.compress(lines(ROWS).encode()), True),
     "zip": (lambda: zipped(lines(ROWS)), True),
-    "zip of two": (lambda: zipped(lines(ROWS), lines(ROWS)), ["one file", "got 2"]),
+    "zip of two": (lambda: zipped(lines(ROWS), lines(ROWS)), ["train.csv.zip", "2"]),
     "no gzip": (lambda: lines(ROWS).encode(), ["train.csv.gz", "unpacked"]),
     "Excel": (lambda: excel(ROWS), True),
-    "Excel with a hole": (lambda: excel([]), ["train.xlsx", "one record"]),
-    "Excel of two sheets": (lambda: excel(ROWS, ROWS), ["one sheet", "got 2"]),
+    "Excel with a hole": (lambda: excel([]), ["train.xlsx", "record"]),
+    "Excel of two sheets": (lambda: excel(ROWS, ROWS), ["train.xlsx", "2"]),
     "no Excel": (lambda: lines(ROWS).encode(), ["train.xlsx", "unpacked"]),
 }  # fmt: skip
 ENDINGS = {"gzip": ".csv.gz", "no gzip": ".csv.gz", "zip": ".csv.zip", "zip of two": ".csv.zip"}
@@ -168,7 +167,7 @@ TESTS: dict[str, tuple[str, list[str]]] = {
     "whole numbers": (lines(changed(1, lambda n, cell: str(n + 9))), []),
     "labels as fractions": (lines(changed(2, lambda n, cell: f"{cell}.0")), []),
     "half a label": (lines(changed(2, lambda n, cell: f"{cell}.5")), ["line 2", "'label'"]),
-    "no labels": (lines(changed(2, lambda n, cell: "-1")), ["line 2", "'label'", "class of"]),
+    "no labels": (lines(changed(2, lambda n, cell: "-1")), ["line 2", "'label'"]),
     "semicolons": (lines(ROWS, ";").replace(".", ","), []),
     "texts": (lines(changed(1, lambda n, cell: "high" if n == 5 else cell)), ["line 7", "'b'"]),
 }
@@ -189,26 +188,22 @@ def test_a_test_split_is_read_as_the_training_split(name):
     assert (done.exception is None) == (not wanted) and all(part in told for part in wanted), told
 
 
-@pytest.mark.parametrize(
-    ("first", "cure"), [(2**53, ""), (2**63, "whole number below 2^63"), (2**70, "below 2^63")]
-)
-def test_large_numbers_of_persons_are_kept_apart(first, cure):
+@pytest.mark.parametrize(("first", "refused"), [(2**53, False), (2**63, True), (2**70, True)])
+def test_large_numbers_of_persons_are_kept_apart(first, refused):
     Path("st").mkdir()
     for split, begin in (("train", first), ("test", first + 1000)):
         rows = [[str(begin + n // 2), *row] for n, row in enumerate(ROWS)]
         Path("st", f"{split}.csv").write_text(lines(rows, names=["pid", *NAMES]))
     done = CliRunner().invoke(app, ["init", "st", "--user", "pid"])
-    if cure:
-        assert isinstance(done.exception, UserError) and cure in str(done.exception)
+    if refused:
+        assert isinstance(done.exception, UserError) and "'pid'" in str(done.exception)
         assert str(first)[:8] not in str(done.exception)
         return
     split = load(data_source(load_recipe(Path("st.yaml"))), "train")
     assert split.num_groups == len(ROWS) // 2
 
 
-@pytest.mark.parametrize(
-    ("shared", "cure"), [(1, "drop_test_records"), (20, "tells records apart")]
-)
+@pytest.mark.parametrize(("shared", "cure"), [(1, "drop_test_records"), (20, "add a column")])
 def test_equal_rows_on_both_sides_are_named(shared, cure):
     Path("st").mkdir()
     Path("st/train.csv").write_text(lines(ROWS))

@@ -95,5 +95,5 @@ def test_a_pattern_stands_for_the_columns_that_it_fits():
 
     assert np.asarray(read("mean_*").inputs).tolist() == [[1.0, 5.0], [2.0, 6.0]]
     assert read("'*'").input_shape == (3,)
-    with pytest.raises(UserError, match=r"no column fits 'max_\*'; it has mean_a, std_a"):
+    with pytest.raises(UserError, match=r"max_\*"):
         read("max_*")

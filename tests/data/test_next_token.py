@@ -48,7 +48,7 @@ def test_words_and_what_follows_them(tmp_path):
     text = replace(labels.columns.text, predicts_next_token=False)
     with pytest.raises(UserError, match=r"no column 'label'"):
         load(replace(labels, columns=Columns(text=text)), "train")
-    with pytest.raises(UserError, match=r"data\.text\.words: must be <= the 4 different words"):
+    with pytest.raises(UserError, match=r"data\.text\.words: .* 4 "):
         load(source(tmp_path, 5), "train")
     (tmp_path / "texts" / WORDS_FILE).write_text("a\ncat\n,\nis\n")  # other tokens: read anew
     again = load(source(tmp_path, 4), "train")

@@ -6,10 +6,12 @@ import pickle
 
 import numpy as np
 import pytest
+import torch
 from support.datasets import png, write_split
 
 from dpdist.core.errors import UserError
 from dpdist.data import DataSource, load, split_by_id
+from dpdist.data.record_hashes import to_model_inputs
 
 
 def images(count: int = 6, side: int = 5) -> list[np.ndarray]:
@@ -58,7 +60,7 @@ def test_some_labels_are_a_data_set_of_their_own(tmp_path):
     write(tmp_path, name="alone", rows=rows, labels=[1, 0, 1, 0])
     alone = load(DataSource("alone", 2, tmp_path), "train")
     assert chosen.fingerprint == alone.fingerprint
-    with pytest.raises(UserError, match=r"data\.labels: .*/train has no record with one of \[2"):
+    with pytest.raises(UserError, match=r"data\.labels"):
         load(DataSource("shapes", 6, tmp_path, labels=(2, 4)), "train")
 
 
@@ -100,10 +102,6 @@ def test_real_mnist(data_root):
 
 
 def test_bytes_become_the_same_floats_as_in_torch():
-    import torch
-
-    from dpdist.data.record_hashes import to_model_inputs
-
     values = np.arange(256, dtype=np.uint8).repeat(5)  # more than a vector's width, and a rest
     assert np.array_equal(
         to_model_inputs(values), torch.from_numpy(values).float().div_(255).numpy()

@@ -46,13 +46,7 @@ def labeled(rows: np.ndarray) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["a", "b", "c"]).assign(y=np.arange(len(rows)) % 2)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        lambda rows: rows,
-        labeled,
-    ],
-)
+@pytest.mark.parametrize("given", [lambda rows: rows, labeled])
 def test_columns_that_look_standardized_are_warned_of(given, recwarn):
     as_records(given(ROWS), target="y")
     assert not recwarn
@@ -155,9 +149,9 @@ def test_a_hugging_face_data_set_is_taken():
         data, inputs="x", target="label"
     ).keyed_fingerprint(KEY)
     assert torch.equal(drawn.for_step(KEY).batch(FEW), drawn.for_step(KEY).batch(FEW))
-    with pytest.raises(UserError, match=r"must be a datasets.Dataset, got a DatasetDict; give one"):
+    with pytest.raises(UserError, match="DatasetDict"):
         as_records(datasets.DatasetDict({"train": data}))
-    with pytest.raises(UserError, match="got a IterableDataset; give"):
+    with pytest.raises(UserError, match="IterableDataset"):
         as_records(data.to_iterable_dataset())
 
 
@@ -209,13 +203,7 @@ def test_records_of_a_class_of_ones_own():
 
 
 def test_a_dict_of_columns_is_a_table(tmp_path):
-    columns = {
-        "a": X[:, 0],
-        "b": X[:, 1],
-        "c": X[:, 2],
-        "label": Y,
-        "who": np.array(list("aabbcc")),
-    }
+    columns = {**dict(zip("abc", X.T, strict=True)), "label": Y, "who": np.array(list("aabbcc"))}
     np.savez(tmp_path / "x.npz", **columns)
     for data in (columns, np.load(tmp_path / "x.npz")):
         records = as_records(data, target="label", unit="who")
@@ -280,39 +268,40 @@ def tensor(change: Callable[[torch.Tensor], Any]) -> Any:
     return change(torch.from_numpy(X)), Y
 
 
-# What is given, the options, and a word that the message must hold.
+# The data, the options, and the field, argument or type that the message must name.
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "weights": (
         lambda: loader(sampler=WeightedRandomSampler([1.0] * 6, 6)),
         {},
         "WeightedRandomSampler",
     ),
-    "drop_last": (lambda: loader(batch_size=4, drop_last=True), {}, "drop_last=True"),
-    "a stream": (Stream, {}, "a Stream; .*collect"),
-    "empty list": (list, {}, "one record at least"),
-    "other lengths": (lambda: (X, Y[:5]), {}, "inputs 6, targets 5"),
-    "labels": (lambda: (X, wrong_labels()), {"classes": 3}, "must be 0 to 2"),
-    "text": (lambda: (np.array(["91370"] * 6), Y), {}, "dtype text"),
-    "ragged lists": (lambda: ([[SECRET], [1, 2]] * 3, Y), {}, "pad_to=LENGTH"),
-    "not finite": (lambda: (np.array([[np.inf]] * 6), Y), {}, "NaN or Inf"),
-    "masked": (lambda: (np.ma.masked_array(X, mask=X > 0), Y), {}, "masked"),
-    "sparse": (lambda: tensor(torch.Tensor.to_sparse), {}, "dense tensor"),
-    "an item's code": (Fails, {}, "record 3 .* KeyError"),
-    "other dtypes": (lambda: [torch.zeros(1), torch.zeros(1).long()], {}, "same dtypes"),
+    "drop_last": (lambda: loader(batch_size=4, drop_last=True), {}, "drop_last"),
+    "a stream": (Stream, {}, "Stream"),
+    "empty list": (list, {}, "record"),
+    "other lengths": (lambda: (X, Y[:5]), {}, "targets 5"),
+    "columns of other lengths": (lambda: {"a": X[:, 0], "b": X[:5, 0]}, {}, "b 5"),
+    "labels": (lambda: (X, wrong_labels()), {"classes": 3}, "targets"),
+    "text": (lambda: (np.array(["91370"] * 6), Y), {}, "'inputs'"),
+    "ragged lists": (lambda: ([[SECRET], [1, 2]] * 3, Y), {}, "pad_to"),
+    "not finite": (lambda: (np.array([[np.inf]] * 6), Y), {}, "'inputs'"),
+    "masked": (lambda: (np.ma.masked_array(X, mask=X > 0), Y), {}, "'inputs'"),
+    "sparse": (lambda: tensor(torch.Tensor.to_sparse), {}, "'inputs'"),
+    "an item's code": (Fails, {}, "KeyError"),
+    "other dtypes": (lambda: [torch.zeros(1), torch.zeros(1).long()], {}, "dtypes"),
     "a text column": (lambda: frame().assign(who="91370"), {"target": "label"}, "'who'"),
-    "a name twice": (lambda: frame().rename(columns={"b": "a"}), {}, "one twice"),
-    "empty values": (lambda: pa.table({"a": [1, None]}), {}, "'a' must be filled"),
-    "no such column": (frame, {"target": "y"}, "target .*'y'.* are a, b, c, label"),
+    "a name twice": (lambda: frame().rename(columns={"b": "a"}), {}, "columns"),
+    "empty values": (lambda: pa.table({"a": [1, None]}), {}, "'a'"),
+    "no such column": (frame, {"target": "y"}, "'y'"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refusals_are_one_line_that_says_what_to_do_and_no_value(case):
-    make, options, words = REFUSED[case]
-    with pytest.raises(UserError, match=f"^data: .*{words}") as caught:
+def test_refusals_name_the_field_in_one_line_without_a_value(case):
+    make, options, named = REFUSED[case]
+    with pytest.raises(UserError, match=r"^data: ") as caught:
         as_records(make(), **options)
     text = str(caught.value)
-    assert "\n" not in text and str(SECRET) not in text
+    assert named in text and "\n" not in text and str(SECRET) not in text
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
     assert str(SECRET) not in str(caught.value.__context__)
 
@@ -322,13 +311,10 @@ def test_refusals_are_one_line_that_says_what_to_do_and_no_value(case):
 
 def test_a_loader_is_replaced_and_named():
     records = as_records(DataLoader(Items(), batch_size=4, shuffle=True))
-    assert records.replaced == (
-        "the DataLoader's RandomSampler and batch_size=4: a record joins each step with the plan's "
-        "rate, drawn under the run key",
-    )
+    (told,) = records.replaced
+    assert "RandomSampler" in told and "batch_size=4" in told and len(records.assumed) == 1
     plain = as_records(DataLoader(Items()))
-    assert "SequentialSampler and batch_size=1" in plain.replaced[0]
-    assert as_records((X, Y)).replaced == () and "one record alone" in records.assumed[0]
+    assert "SequentialSampler" in plain.replaced[0] and as_records((X, Y)).replaced == ()
     tensors = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
     assert "RandomSampler" in as_records(DataLoader(tensors, shuffle=True)).replaced[0]
 
@@ -352,7 +338,7 @@ def test_ragged_records_get_public_sizes():
 
     loader = DataLoader([(row, 0) for row in rows], batch_size=3, collate_fn=padded)
     assert as_records(loader, pad_to=4, pad_value=-1).batch(slice(None)).tolist() == wanted
-    with pytest.raises(UserError, match="one shape, got several; give a public length"):
+    with pytest.raises(UserError, match="pad_to"):
         as_records(loader)
 
 
@@ -447,7 +433,7 @@ def test_transforms_are_taken_off_whatever_calls_them():
             return row["x"], label
 
     records = as_records(Needs(lambda x: {"x": x}))
-    with pytest.raises(UserError, match=r"record 0 .*raised \w+; .*give before_transform="):
+    with pytest.raises(UserError, match="before_transform="):
         records.keyed_fingerprint(KEY)
 
 
@@ -496,7 +482,7 @@ def test_random_transforms_leave_the_fingerprint_alone():
     said = as_records(Inside(), before_transform=Items().__getitem__)
     assert said.keyed_fingerprint(KEY) == plain
     odd = as_records(Items(), before_transform=lambda index: {index})
-    with pytest.raises(UserError, match="got a set; give before_transform="):
+    with pytest.raises(UserError, match="before_transform="):
         odd.keyed_fingerprint(KEY)
 
 
@@ -630,9 +616,8 @@ def test_a_generator_made_by_the_first_item_is_seeded_too():
 
     records = as_records(Late())
     del records._source.own
-    first = records.for_step(KEY).batch(FEW)
+    records.for_step(KEY).batch(FEW)  # makes the generator
     assert torch.equal(records.for_step(KEY).batch(FEW[1:]), records.for_step(KEY).batch(FEW)[1:])
-    assert first.shape == (3, 3)
 
 
 def test_generators_are_looked_for_within_bounds():
@@ -647,7 +632,7 @@ def test_an_item_that_fails_restores_the_generators():
     records = as_records(Items(noisy))
     records._source.transform = lambda x: x / np.random.normal() + {}["x"]
     before = torch.get_rng_state(), random.getstate()
-    with pytest.raises(UserError, match="record 4 must be readable, but its code raised KeyError"):
+    with pytest.raises(UserError, match=r"record 4 .* KeyError"):
         records.for_step(KEY).batch(FEW)
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
 
@@ -671,20 +656,17 @@ def test_what_no_seed_reaches_is_not_the_same_twice(source):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "named"),
     [
-        (
-            lambda x: x[: 1 + int(3 * random.random())],
-            "one shape, got several; give a public length",
-        ),
-        (lambda x: x.double() if random.random() < 0.5 else x, "same dtypes"),
+        (lambda x: x[: 1 + int(3 * random.random())], "pad_to"),
+        (lambda x: x.double() if random.random() < 0.5 else x, "dtypes"),
     ],
 )
-def test_another_shape_in_one_step_is_refused(change, words):
-    """A transform that draws shapes passed the check; the step says so, without a value."""
+def test_another_shape_in_one_step_is_refused(change, named):
+    """A transform of random shapes may pass the check at the start; the step then refuses it."""
     records = as_records(Items())
     records._source.transform = change
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=named):
         for number in range(20):
             records.for_step(bytes([number]) * 32).batch(np.arange(6))
 
@@ -710,7 +692,5 @@ def test_examples_hold_no_record_and_keep_the_declared_ranges():
     assert far[:30].max() < 1 and far[30:].min() >= 3
     items, labels = as_records(Items(), classes=3).examples(40)
     assert torch.equal(items, far) and labels.max() == 2
-    assert [part.shape for part in as_records(((X, X[:, :1]), Y)).examples(5)[0]] == [
-        (5, 3),
-        (5, 1),
-    ]
+    pair = as_records(((X, X[:, :1]), Y)).examples(5)[0]
+    assert [part.shape for part in pair] == [(5, 3), (5, 1)]

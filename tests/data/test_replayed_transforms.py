@@ -125,15 +125,15 @@ def test_another_sum_never_gets_the_announced_noise(tmp_path, monkeypatch, name)
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    "data",
     [
-        ((torch.zeros(RECORDS, 5), torch.full((RECORDS,), 91370)), "targets must be 0 to 1 .2 cl"),
-        (torch.zeros(RECORDS, 5), "must have targets for the loss cross-entropy, got inputs alone"),
+        (torch.zeros(RECORDS, 5), torch.full((RECORDS,), 91370)),
+        torch.zeros(RECORDS, 5),
     ],
 )
-def test_records_without_fitting_targets_are_refused_before_the_first_step(tmp_path, data, words):
+def test_records_without_fitting_targets_are_refused_before_the_first_step(tmp_path, data):
     model = nn.Linear(5, 2)
-    with pytest.raises(dpdist.UserError, match=words) as caught:
+    with pytest.raises(dpdist.UserError, match="targets") as caught:
         dpdist.PrivateTraining(
             model, torch.optim.SGD(model.parameters(), lr=0.1), data, loss="cross-entropy",
             privacy={"noise_multiplier": 1.0, "delta": 1e-3}, batch_size=30, steps=1,

@@ -634,7 +634,7 @@ def test_activations_that_are_computed_again_change_no_bit(tmp_path, trained, by
 
 
 def test_rows_of_several_documents_are_refused(tmp_path):
-    said = r"^train_dataset: record 1 must be one document, has position_ids that begin again"
+    said = r"^train_dataset: record 1 .*position_ids"
     one = {"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}
     kept = {**one, "position_ids": [1, 0, 1, 2], "attention_mask": [0, 1, 1, 1]}  # filled up
     for packed in ({"position_ids": [0, 1, 0, 1]}, {"seq_lengths": [2, 2]}):

