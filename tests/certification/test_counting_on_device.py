@@ -275,7 +275,7 @@ def test_another_kind_of_gpu_is_refused(monkeypatch) -> None:
     made = assignment(settings, model, simulated_device())
     module = torch.get_device_module(simulated_device())
     monkeypatch.setattr(type(module), "get_device_name", lambda *_: "Simulated 2")
-    with pytest.raises(UserError, match="on Simulated 2, the certification began on Simulated 1"):
+    with pytest.raises(UserError, match="Simulated 2, .* Simulated 1"):
         Worker(made)
 
 
@@ -349,7 +349,7 @@ def test_a_certification_on_gpus_is_the_generators_on_a_cpu(certify, monkeypatch
         _, folder = certify(name, 2.0)
         for made in ("certificates.parquet", "journal.jsonl"):
             (folder / made).unlink()
-        with pytest.raises(UserError, match=f"counting began on {where}"):
+        with pytest.raises(UserError, match=where):
             certify(name, 2.0, gpus=gpus)
         assert certify(name, 2.0)[0] == (there if gpus == 0 else plain)
 
