@@ -51,9 +51,11 @@ Score = Callable[[BankScores, int, NDArray[np.bool_], int], Array]
 
 @dataclass(frozen=True)
 class MembershipAttack:
-    """An attack on a bank. min_models: models that it needs. thresholds: at which precision and
-    recall are told, beside the median. needs_quarters_game: whether it is played with a target and
-    a shadow."""
+    """An attack on a bank.
+
+    min_models: models that it needs. thresholds: at which precision and recall are reported, in
+    addition to the median. needs_quarters_game: whether it is for a target and one shadow.
+    """
 
     name: str
     min_models: int
@@ -73,9 +75,12 @@ class MembershipAttack:
 def shadow_scores(
     bank: BankScores, target: int, known_records: NDArray[np.bool_], seed: int
 ) -> Array:
-    """The residual perturbation paper's: a network learns from the shadow's three largest class
-    probabilities who was in it, and judges the target's (hidden layer of 64, Adam at rate .1, 50
-    epochs; unprinted: ReLU, batches of 128, no weight decay)."""
+    """Return the scores of the residual perturbation paper's attack: (N,).
+
+    A network learns from the shadow's three largest class probabilities who was in it, and is
+    applied to the target's (hidden layer of 64, Adam at rate .1, 50 epochs; not printed: ReLU,
+    batches of 128, no weight decay).
+    """
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.neural_network import MLPClassifier
 
@@ -135,10 +140,11 @@ Points = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 @dataclass(frozen=True, eq=False)
 class Finding:
-    """One attack. roc: of the bank's first target, whom all intervals but those over models
-    describe. aucs: of each target. one_run_test: the one-run test of that first target, where
-    membership is
-    a secret fair coin."""
+    """The result of one attack.
+
+    roc: of the bank's first target, to which all intervals apply except those over models. aucs: of
+    each target. one_run_test: of the first target, if membership is a secret fair coin.
+    """
 
     attack: MembershipAttack
     passes: int
@@ -151,17 +157,17 @@ class Finding:
         return self.attack.name + (f", mean of {self.passes} passes" if self.passes > 1 else "")
 
     def epsilon_lower_bound(self, delta: float) -> float | None:
-        """The epsilon below which the one-run test rejects all; None without a test."""
+        """Return the epsilon up to which the one-run test rejects; None without a test."""
         return None if self.one_run_test is None else self.one_run_test.epsilon(delta)
 
     @property
     def thresholds(self) -> list[tuple[float, Estimate, Estimate]]:
-        """(threshold, precision, recall) at the attack's own and at the median score."""
+        """Return (threshold, precision, recall) at the attack's own and at the median score."""
         chosen = (*self.attack.thresholds, self.roc.median)
         return [(at, *self.roc.precision_recall(at)) for at in chosen]
 
     def summary_rows(self, ceilings: Sequence[Ceiling], delta: float) -> list[tuple[str, str]]:
-        """Name and value of every number, for the terminal."""
+        """Return name and value of every result, for the terminal."""
         area = self.roc.auc
         rows = [("AUC", f"{area}, |AUC - 1/2| {abs(area.value - 0.5):.3f}")]
         if len(self.aucs) > 1:
@@ -229,8 +235,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class MembershipFindings:
-    """All attacks on one bank. proved: of each of its models; ceilings: empty where no guarantee
-    bounds the game."""
+    """The results of all attacks on one bank.
+
+    proved: guarantee of each of its models. ceilings: empty if no guarantee bounds the game.
+    """
 
     game: Game
     proved: Guarantee
@@ -240,12 +248,12 @@ class MembershipFindings:
 
     @property
     def within_guarantee(self) -> bool:
-        """Whether no one-run test exceeds what is proved."""
+        """Return whether no one-run test exceeds the proved epsilon."""
         bounds = [one.epsilon_lower_bound(self.proved.delta) or 0.0 for one in self.attacks]
         return max(bounds, default=0.0) <= self.proved.epsilon
 
     def tables(self) -> list[tuple[str, list[tuple[str, str]]]]:
-        """Title and rows of what each attack found."""
+        """Return title and rows of the results of each attack."""
         return [
             (
                 f"{one.title}: {len(one.roc.members):,} members, {len(one.roc.others):,} others",
@@ -256,7 +264,7 @@ class MembershipFindings:
 
     @property
     def panel(self) -> tuple[str, dict[str, Points], dict[str, Points]]:
-        """Title, curves and ceilings for a picture."""
+        """Return title, curves and ceilings of a figure."""
         return (
             self.game.name,
             {one.title: (_PICTURE, one.roc.interpolate(_PICTURE)) for one in self.attacks},
@@ -267,7 +275,7 @@ class MembershipFindings:
         )
 
     def write(self, folder: Path) -> None:
-        """Write the findings as JSON, beside their bank: private as it is."""
+        """Write the findings as JSON into the folder of their bank, which is private."""
         delta = self.proved.delta
         found = [one.to_dict(self.ceilings, delta) for one in self.attacks]
         written = {"game": self.game.name, "proved": self.proved.to_dict(), "attacks": found}
@@ -277,8 +285,10 @@ class MembershipFindings:
 def run_attacks(
     settings: Membership, recipe: Recipe, path: Path, attacks: Sequence[MembershipAttack]
 ) -> MembershipFindings:
-    """Every attack on every target of the bank in `path`, at every number of passes; written beside
-    it. Raises UserError for too few models."""
+    """Return the findings of every attack on every target of the bank in `path`, and write them.
+
+    Each attack is run at every number of passes. Raises UserError for too few models.
+    """
     about, banks = settings.read(path)
     game, key = settings.game_rules, bytes.fromhex(about["seed"])
     _, plan = settings.plan_shadows(recipe, next(iter(banks.values())).member.shape[1])[0]
@@ -323,7 +333,10 @@ def _run_attack(
     passes: int,
     alpha: float | None,
 ) -> Finding:
-    """alpha: of a one-run test of the first target; None: no test holds."""
+    """Return the finding of one attack at one number of passes.
+
+    alpha: of a one-run test of the first target; None: no such test is valid.
+    """
     attack.check_game(game)
     records = bank.member.shape[1]
     learned = game.guessed_records(key, game.models - 1, records)

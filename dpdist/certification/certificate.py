@@ -273,7 +273,7 @@ class Certificate(Section):
 
         @property
         def noise(self) -> str:
-            """Its name in the keys of random units."""
+            """Return the name of the noise in the keys of random units."""
 
         @property
         def norm(self) -> str:

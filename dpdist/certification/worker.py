@@ -543,7 +543,7 @@ class Assignment:
 
     @property
     def executed_spec(self) -> ClassifierSpec:
-        """The executed classifier. Raises ValueError before it is chosen."""
+        """Return the executed classifier. Raises ValueError before it is chosen."""
         if self.spec is None:
             raise ValueError("the executed classifier must be chosen before counting")
         return self.spec

@@ -71,9 +71,9 @@ _MOST_CHANGES = 1000  # changes that are looked for
 
 
 class PrivatePoisoningBound:
-    """The trade-off of one training by a plan.
+    """The trade-off curve of one training by a plan, for changed records.
 
-    Raises ValueError where no trade-off curve is proved for it.
+    Raises ValueError if no trade-off curve is proved for it.
     """
 
     def __init__(self, plan: PrivacyPlan) -> None:
@@ -86,16 +86,20 @@ class PrivatePoisoningBound:
         self._needed: dict[float, list[float]] = {}
 
     def required_probability(self, changes: int, target: float = 0.5) -> float:
-        """The probability from which on more than `target` is left after so many changes, or fewer;
-        infinity where none is enough. Rounded up."""
+        """Return the probability above which more than `target` is left after that many changes.
+
+        It is rounded up; infinity if no probability is enough.
+        """
         found = self._needed.setdefault(target, [target])
         while len(found) <= changes:
             found.append(max(found[-1], self._required_after(len(found), found)))
         return found[changes]
 
     def max_changes(self, probability: float, target: float = 0.5) -> int:
-        """The largest number of changes, up to 1,000, after which an answer of at least this
-        probability keeps more than `target`; -1 where it has no more than that to begin with."""
+        """Return the most changes, up to 1,000, after which an answer keeps more than `target`.
+
+        probability: lower bound of the answer's probability. -1 if it is at most `target`.
+        """
         if probability <= target:
             return -1
         most = 0
@@ -104,8 +108,11 @@ class PrivatePoisoningBound:
         return most
 
     def _required_after(self, changes: int, fewer: list[float]) -> float:
-        """fewer: what 0 to changes - 1 need. One change, or a group, must keep what the others
-        need."""
+        """Return the probability that is required for a number of changes.
+
+        fewer: those for 0 to changes - 1. One change, or a group, must keep what the others
+        require.
+        """
         stepwise, group = _inverse(self._one, fewer[-1]), min(changes, _LARGEST)
         if self._find_group_curves(group) is None:
             return stepwise
@@ -125,9 +132,9 @@ class PrivatePoisoningBound:
         return found
 
     def _find_group_curves(self, size: int) -> tuple[TradeoffCurve, TradeoffCurve] | None:
-        """Return the curves of so many removed records, and of so many inserted, or None.
+        """Return the curves of a number of removed records and of inserted ones.
 
-        None where no exact ones are known.
+        None if no exact ones are known.
         """
         if size not in self._groups:
             found = group_pld(self._plan, size) if self._exact else None
@@ -136,9 +143,9 @@ class PrivatePoisoningBound:
 
 
 def _inverse(curve: TradeoffCurve, target: float) -> float:
-    """An x with curve(x) > target, above the least by rounding; infinity where there is none.
+    """Return an x with curve(x) > target, rounded up; infinity if there is none.
 
-    Curves do not decrease, so whatever lies above x keeps more than the target as well.
+    Curves do not decrease, so every larger x keeps more than the target too.
     """
     low, high = target, 1.0  # curve(x) <= x
     if not low < high or not curve(np.array(high)) > target:
@@ -162,7 +169,7 @@ _LOG_SUM_UP = 1 + 1e-10  # sums of as many logarithms as there are changes, roun
 
 
 def draw_subset(key: bytes, records: int, size: int) -> np.ndarray:
-    """A subset of so many of the records, every one alike by the key: bool (N,)."""
+    """Return a random subset of the records, every one equally likely by the key: bool (N,)."""
     members = np.zeros(records, dtype=bool)
     members[np.argsort(stream_words(key, 0, records), kind="stable")[:size]] = True
     return members
@@ -176,8 +183,10 @@ class BaggingPoisoningBound:
         self._changes = lru_cache(maxsize=None)(self._search_max_changes)
 
     def required_probability(self, changes: int, target: float = 0.5) -> float:
-        """The probability from which on more than `target` is left after so many changes, or fewer;
-        infinity where none is enough. Rounded up."""
+        """Return the probability above which more than `target` is left after that many changes.
+
+        It is rounded up; infinity if no probability is enough.
+        """
         if self._records - changes < self._size:  # nothing can be drawn
             return math.inf
         removed = np.arange(changes + 1)
@@ -187,8 +196,10 @@ class BaggingPoisoningBound:
         return most if most < 1 else math.inf
 
     def max_changes(self, probability: float, target: float = 0.5) -> int:
-        """The largest number of changes after which an answer of at least this probability keeps
-        more than `target`; -1 where it has no more than that to begin with."""
+        """Return the most changes after which an answer keeps more than `target`.
+
+        probability: lower bound of the answer's probability. -1 if it is at most `target`.
+        """
         return self._changes(probability, target)
 
     def _search_max_changes(self, probability: float, target: float) -> int:
@@ -242,7 +253,7 @@ class Votes:
         return result
 
     def counts(self, models: slice) -> NDArray[np.int64]:
-        """How many of these models vote for each class: int64 (N, classes)."""
+        """Return the number of votes of these models for each class: int64 (N, classes)."""
         classes = int(max(self.vote.max(), self.label.max())) + 1
         return np.stack([(self.vote[models] == c).sum(0) for c in range(classes)], axis=1)
 
@@ -265,11 +276,13 @@ Sizes = NDArray[np.int64]
 
 
 class PoisoningBound(Protocol):
-    """The effect of changed records on an answer of one random training."""
+    """The effect of changed records on the answer of one random training."""
 
     def max_changes(self, probability: float, target: float = 0.5) -> int:
-        """The most after which an answer of at least this probability keeps more than `target`; -1
-        where it has no more to begin with."""
+        """Return the most changes after which an answer keeps more than `target`.
+
+        probability: lower bound of the answer's probability. -1 if it is at most `target`.
+        """
         ...
 
 
@@ -277,10 +290,10 @@ class PoisoningBound(Protocol):
 class PoisoningCertificates:
     """The numbers of changed records that the answers on N inputs withstand.
 
-    answer (N,): the class, NONE where no model named one. max_changes: for each radius, the largest
-    number of changed records with which the answer stays at every L2 change of the input below that
-    radius, int64 (N,); -1 where nothing is certified. num_models: by how many each was certified.
-    alpha: of each; 0 where exact.
+    prediction (N,): the class, NONE if no model answered one. max_changes: for each radius, the
+    largest number of changed records with which the answer stays at every L2 change of the input
+    below that radius, int64 (N,); -1 if nothing is certified. num_models: number of models that
+    certified each. alpha: error of each; 0 if exact.
     """
 
     prediction: Sizes
@@ -289,17 +302,17 @@ class PoisoningCertificates:
     alpha: float
 
     def certified_accuracy(self, label: Sizes, changes: int, radius: float = 0.0) -> float:
-        """Share of inputs that are right and certified so far."""
+        """Return the fraction of inputs that are correct and certified for a number of changes."""
         return float(np.mean((self.prediction == label) & (self.max_changes[radius] >= changes)))
 
     @property
     def largest_changes(self) -> int:
-        """The largest number of changes that any input withstands."""
+        """Return the largest number of changes that any input withstands."""
         return int(max(found.max() for found in self.max_changes.values()))
 
 
 def check_options(models: int, select: int, radii: Sequence[float], sigma: float | None) -> None:
-    """Raise UserError without models for both, or for a radius without noise."""
+    """Raise UserError if no models are left to count, or for a radius without noise."""
     if not 0 < select < models:
         raise UserError(
             f"--set select: must leave some of the {models} models to count, got {select}"
@@ -317,9 +330,9 @@ def certify_random_models(
     radii: Sequence[float] = (0.0,),
     sigma: float | None = None,
 ) -> PoisoningCertificates:
-    """Return the certificate of models trained alike, by secret keys.
+    """Return the certificates of models that are trained alike, by secret keys.
 
-    poisoning_bound: the effect of changed records on one model. select: how many of the models
+    poisoning_bound: the effect of changed records on one model. select: number of the models that
     choose the class. Raises as `check_options`.
     """
     total = len(votes.vote)
@@ -337,9 +350,9 @@ def certify_random_models(
 
 
 def certify_partitioned_models(votes: Votes) -> PoisoningCertificates:
-    """Return the certificate of models on disjoint shards.
+    """Return the certificates of models on disjoint shards.
 
-    The answer is the class most vote for, the smaller one of equals.
+    The answer is the class with the most votes, the smaller one of equals.
     """
     counts = votes.counts(slice(None))
     inputs, classes = counts.shape
@@ -353,6 +366,5 @@ def certify_partitioned_models(votes: Votes) -> PoisoningCertificates:
 
 
 def _majority_class(counts: Sizes) -> Sizes:
-    """The class with the most votes, the first of equals, NONE where there are none: (N,), of
-    counts (N, classes)."""
+    """Return the class with the most votes, the first of equals, NONE without votes: (N,)."""
     return np.where(counts.max(1) > 0, counts.argmax(1), NONE)

@@ -29,17 +29,18 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe, resolve_recipe
 
 if TYPE_CHECKING:
-    from dpdist.poisoning.job import VoterSetup, VotingJob
+    from dpdist.poisoning.job import VotingJob
 
 
 class Poisoning(Section, Evaluation):
     """Votes of many models of a recipe on test inputs.
 
-    models: how many. partitions: plain models on disjoint shards of the records, instead of private
-    ones on all of them (deep partition aggregation; Levine and Feizi, ICLR 2021). bag: plain models
-    too, each on so many records drawn at random (`dpdist.poisoning.certificates`). sigma: of one
-    draw of Gaussian noise on the input of every vote; None: as the models answer. start, every,
-    max_inputs: which test inputs. seed: of all keys (64 hex digits); None draws a secret one.
+    models: their number. partitions: plain models on disjoint shards of the records, instead of
+    private ones on all of them (deep partition aggregation; Levine and Feizi, ICLR 2021). bag:
+    plain models, each on this number of records drawn at random (`dpdist.poisoning.certificates`).
+    sigma: standard deviation of Gaussian noise on the input of every vote; None: as the models
+    answer. start, every, max_inputs: choice of test inputs. seed: of all keys (64 hex digits); None
+    draws a secret one.
     """
 
     models: ModelCount = 66
@@ -77,8 +78,10 @@ class Poisoning(Section, Evaluation):
         return chosen if self.max_inputs is None else chosen[: self.max_inputs]
 
     def choose_inputs(self, count: int, name: str) -> range:
-        """Return which of `count` test inputs of recipe `name` are voted on. Raises UserError for
-        none, and for more votes than are read back."""
+        """Return which of `count` test inputs of recipe `name` are voted on.
+
+        Raises UserError for an empty choice, or for more votes than readers accept.
+        """
         indices = self.indices(count)
         if not indices:
             raise UserError(f"{name}: no test input is chosen, of {count:,}")
@@ -90,24 +93,26 @@ class Poisoning(Section, Evaluation):
         return indices
 
     def data_recipe(self, recipe: Recipe) -> Recipe:
-        """Return the recipe that is trained: it leaves test records out. Raises UserError for one
-        that cannot."""
+        """Return the recipe that is trained, which leaves test records out.
+
+        Raises UserError if it cannot.
+        """
         if recipe.data.drop_test_records:
             return recipe
         try:
             return resolve_recipe(recipe, changes={"data.drop_test_records": True})
         except UserError as error:
             raise UserError(
-                f"{recipe.name}: nothing is withstood: one inserted copy of a test input stops its "
-                f"training, which cannot leave such records out ({error})",
+                f"{recipe.name}: nothing can be certified: one inserted copy of a test input stops "
+                f"its training, which cannot omit such records ({error})",
                 see="explanation/poisoning.md#what-stops-a-training",
             ) from None
 
     def training_plan(self, recipe: Recipe, records: int) -> tuple[Recipe, PrivacyPlan]:
-        """Recipe and plan of every model; with partitions, of one of average size. records: how
-        many there are.
+        """Return recipe and plan of every model; with partitions, of one of average size.
 
-        Raises UserError for a recipe whose models cannot be trained one by one.
+        records: their number. Raises UserError for a recipe whose models cannot be trained one by
+        one.
         """
         from dpdist.runs.recipe import make_plan, refuse_answers, training_only, without_privacy
         from dpdist.training.ensembles import plan_of_shard, refuse_ensemble
@@ -125,8 +130,8 @@ class Poisoning(Section, Evaluation):
         return alone, plan
 
     def job_spec(self, subject: EvaluatedModel) -> VotingJob:
-        """Raises UserError for a recipe whose models cannot vote."""
-        from dpdist.poisoning.job import VotingJob
+        """Return the job. Raises UserError for a recipe whose models cannot vote."""
+        from dpdist.poisoning.job import VoterSetup, VotingJob
 
         records, test = subject.load_training_data(), subject.test_data
         asked = self.data_recipe(subject.recipe)
@@ -148,15 +153,10 @@ class Poisoning(Section, Evaluation):
         }
         labels = np.asarray(test.labels)[np.array(indices)]
 
-        def share(seed: str) -> VoterSetup:
-            from dpdist.poisoning.job import VoterSetup
-
-            return VoterSetup(
-                recipe, plan, bytes.fromhex(seed), self.models, self.partitions, self.sigma,
-                indices, self.bag,
-            )  # fmt: skip
-
-        return VotingJob(wanted, self.seed, share, labels)
+        setup = VoterSetup(
+            recipe, plan, b"", self.models, self.partitions, self.sigma, indices, self.bag
+        )
+        return VotingJob(wanted, self.seed, setup, labels)
 
     @classmethod
     def read(cls, path: Path) -> Votes:
@@ -164,5 +164,5 @@ class Poisoning(Section, Evaluation):
 
     @classmethod
     def summary_rows(cls, results: Sequence[Any]) -> list[tuple[str, str]]:
-        """Nothing for a report: it is private."""
+        """Return no rows: the results are private."""
         return []

@@ -275,7 +275,7 @@ def test_another_kind_of_gpu_is_refused(monkeypatch) -> None:
     made = assignment(settings, model, simulated_device())
     module = torch.get_device_module(simulated_device())
     monkeypatch.setattr(type(module), "get_device_name", lambda *_: "Simulated 2")
-    with pytest.raises(UserError, match="Simulated 2, .* Simulated 1"):
+    with pytest.raises(UserError, match=r"Simulated 2, .* Simulated 1"):
         Worker(made)
 
 

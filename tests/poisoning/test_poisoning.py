@@ -250,7 +250,7 @@ def setup_of(recipe: Recipe, settings: Poisoning) -> Any:
         test_data=load_test_records(recipe, source),
         recipe=recipe,
     )
-    return settings.job_spec(subject).build_setup(SEED)  # type: ignore[arg-type]
+    return settings.job_spec(subject).setup_of_seed(SEED)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
