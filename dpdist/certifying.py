@@ -210,7 +210,7 @@ def certify(
         (6, True)
     """
     check_executor_name(executor)
-    asked = parse_section(ResourcesRecipe, resources or {}, "resources")
+    asked = parse_resources(resources or {})
     changed = _Changed(normalize, None if weights is None else Path(weights))
     inputs, chosen, subject = _resolved(what, data, settings, trusted_factory, changed)
     with open_executor(executor), ExitStack() as stack:
@@ -231,6 +231,11 @@ def certify(
     return CertificateTable(
         **{each.name: getattr(found, each.name) for each in dataclasses.fields(found)}
     )
+
+
+def parse_resources(given: Mapping[str, Any]) -> ResourcesRecipe:
+    """Return the recipe's section of these keys. Raises UserError."""
+    return parse_section(ResourcesRecipe, given, "resources")
 
 
 def _required(settings: Certificate | None) -> Certificate:

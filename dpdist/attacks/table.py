@@ -21,12 +21,11 @@ from dpdist.core.console import format_exact, format_percent
 from dpdist.core.fields import (
     ATTACKS,
     Count,
-    CountOrZero,
+    InputSelection,
     Norm,
     OneOrMore,
     Positive,
     Probability,
-    Section,
     Text,
 )
 from dpdist.core.files import ColumnSpec, read_json
@@ -51,7 +50,7 @@ _MAX_BLOCK_NUMBERS = 16 * 2**20
 NONE = "none"  # as the name of an attack: the input itself
 
 
-class AttackOptions(Section):
+class AttackOptions(InputSelection):
     """Options of an attack: all settings that its results depend on.
 
     Attributes:
@@ -68,9 +67,6 @@ class AttackOptions(Section):
         alpha: Error probability of each such answer; a classifier that is not sure abstains.
         labels: Whether attacks lead away from the true label or from the class that is predicted
             without an attack.
-        start: Index of the first attacked input.
-        every: Attack every k-th input from there on.
-        max_inputs: The most inputs to attack; None: no limit.
         batch: Inputs attacked at once, which is also the canonical block; None: by their size.
         seed: Seed of all random numbers; None: a secret seed, drawn at the start and stored with
             the results.
@@ -87,9 +83,6 @@ class AttackOptions(Section):
     n: Count = 1000
     alpha: Probability = 0.001
     labels: Literal["true", "predicted"] = "true"
-    start: CountOrZero = 0
-    every: Count = 1
-    max_inputs: Count | None = None
     batch: Count | None = None
     seed: Text | None = None
 
@@ -113,11 +106,6 @@ class AttackOptions(Section):
         if self.batch is not None:
             return self.batch
         return max(1, min(_BLOCK, _MAX_BLOCK_NUMBERS // (numbers_per_input * self.samples)))
-
-    def indices(self, count: int) -> range:
-        """Return the indices of the attacked inputs of a data set of ``count``."""
-        chosen = range(self.start, count, self.every)
-        return chosen if self.max_inputs is None else chosen[: self.max_inputs]
 
 
 # --- the table --------------------------------------------------------------------------------

@@ -43,11 +43,10 @@ from dpdist.core.errors import UserError
 from dpdist.core.fields import (
     MAX_COUNT,
     Count,
-    CountOrZero,
     FileShape,
+    InputSelection,
     PositiveOrZero,
     Probability,
-    Section,
     Text,
     key_error,
 )
@@ -233,7 +232,7 @@ class NoiseSampler(Protocol):
         ...
 
 
-class Certificate(Section):
+class Certificate(InputSelection):
     """One certification of a data set: what its results depend on, and how it is computed.
 
     Attributes:
@@ -241,9 +240,6 @@ class Certificate(Section):
         n: Draws that bound its probability, for each input.
         alpha: Error probability of each input's certificate, strictly between 0 and 1.
         radii: Radii that summaries show, in input units, ascending; no result depends on them.
-        start: Index of the first input.
-        every: Certify every k-th input from there on.
-        max_inputs: The most inputs to certify; None: no limit.
         batch: Rows of the executed batch, which is also the block of draws; None: chosen for the
             input's size.
         seed: Seed of the noise, a text; None: a secret seed, drawn at the start and stored with the
@@ -257,9 +253,6 @@ class Certificate(Section):
     n: Count = 100_000
     alpha: Probability = 0.001
     radii: Annotated[tuple[PositiveOrZero, ...], Field(max_length=100)] = ()
-    start: CountOrZero = 0
-    every: Count = 1
-    max_inputs: Count | None = None
     batch: Count | None = None
     seed: Annotated[Text | None, BeforeValidator(_text)] = None
     backend: BackendName | None = None
@@ -663,16 +656,6 @@ class Certificate(Section):
         if self.batch is not None:
             return min(self.batch, self.n)
         return max(1, min(self.default_batch, self.n, _MAX_BATCH_NUMBERS // numbers))
-
-    @final
-    def indices(self, count: int) -> range:
-        """Return the positions of the inputs to certify, a range; empty if `start` is too large.
-
-        Args:
-            count: number of inputs in the data set.
-        """
-        chosen = range(self.start, count, self.every)
-        return chosen if self.max_inputs is None else chosen[: self.max_inputs]
 
 
 def select_class(counter: ClassCounter, n0: int, x: Tensor, index: int) -> int:

@@ -211,14 +211,13 @@ def _certify_release(
     for."""
     from dpdist import data, pipeline
     from dpdist.certification.job import certify
-    from dpdist.config.training import ResourcesRecipe
-    from dpdist.runs.recipe import parse_section
+    from dpdist.certifying import parse_resources
     from dpdist.training.job import PACKAGES
     from dpdist.training.records import data_source_under
 
     if asked["attacked"]:
         raise UserError("--set attacked: is for a run, not for a release")
-    resources = parse_section(ResourcesRecipe, asked["resources"], "resources")
+    resources = parse_resources(asked["resources"])
     root = asked["data"].get("root")
     source = data_source_under(release.description.data, None if root is None else Path(root))
     subject, dataset = release.subject, data.load(source, "test")

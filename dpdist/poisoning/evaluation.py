@@ -17,12 +17,11 @@ from dpdist.certification.evaluation import EvaluatedModel, Evaluation
 from dpdist.core.errors import UserError
 from dpdist.core.fields import (
     Count,
-    CountOrZero,
     HexKey,
+    InputSelection,
     ModelCount,
     Positive,
     Rule,
-    Section,
 )
 from dpdist.poisoning.certificates import MOST_VOTES, TABLE, Votes, read_votes
 from dpdist.privacy.plan import PrivacyPlan
@@ -32,23 +31,19 @@ if TYPE_CHECKING:
     from dpdist.poisoning.job import VotingJob
 
 
-class Poisoning(Section, Evaluation):
+class Poisoning(InputSelection, Evaluation):
     """Votes of many models of a recipe on test inputs.
 
     models: their number. partitions: plain models on disjoint shards of the records, instead of
     private ones on all of them (deep partition aggregation; Levine and Feizi, ICLR 2021). bag:
     plain models, each on this number of records drawn at random (`dpdist.poisoning.certificates`).
     sigma: standard deviation of Gaussian noise on the input of every vote; None: as the models
-    answer. start, every, max_inputs: choice of test inputs. seed: of all keys (64 hex digits); None
-    draws a secret one.
+    answer. seed: of all keys (64 hex digits); None draws a secret one.
     """
 
     models: ModelCount = 66
     partitions: bool = False
     sigma: Positive | None = None
-    start: CountOrZero = 0
-    every: Count = 1
-    max_inputs: Count | None = None
     seed: HexKey | None = None
     bag: Count | None = None
 
@@ -71,11 +66,6 @@ class Poisoning(Section, Evaluation):
         noise = "" if self.sigma is None else f"-sigma-{self.sigma:g}"
         share = f"-every-{self.every}" if self.every > 1 else ""
         return f"{self.name}-{kind}-{self.models}{noise}{share}"
-
-    def indices(self, count: int) -> range:
-        """Return the indices of the test inputs, of `count`, that are voted on."""
-        chosen = range(self.start, count, self.every)
-        return chosen if self.max_inputs is None else chosen[: self.max_inputs]
 
     def choose_inputs(self, count: int, name: str) -> range:
         """Return which of `count` test inputs of recipe `name` are voted on.

@@ -70,7 +70,7 @@ def test_words_are_the_published_ones(vector) -> None:
 def test_a_device_that_multiplies_otherwise_is_refused(monkeypatch) -> None:
     device_generators.check_philox.cache_clear()
     monkeypatch.setattr(device_generators, "_product", lambda word, which: (word, word))
-    with pytest.raises(UserError, match="multiplies integers otherwise"):
+    with pytest.raises(UserError, match="integers"):
         Philox()
 
 

@@ -102,7 +102,7 @@ def test_rows_stand_in_the_order_of_their_inputs(
     table = tables.read(made[name])
     swapped = table.take([1, 0, *range(2, table.num_rows)])
     tables.write(swapped, tmp_path / "x.parquet")
-    with pytest.raises(UserError, match="its rows must be in the order of their inputs"):
+    with pytest.raises(UserError, match=r"x\.parquet"):
         table_reader.read(tmp_path / "x.parquet")
 
 

@@ -57,15 +57,15 @@ class BatchMean(Threshold):
 
 
 def test_a_model_that_looks_at_its_batch_is_not_certified() -> None:
-    with pytest.raises(ValueError, match=r"looks at its batch: .*in other company"):
+    with pytest.raises(ValueError, match="its batch"):
         Predictor(BatchMean(), Cohen(sigma=0.25, n=2000), 2, (1, 2, 2))
     # Also behind the noise that a model has of its own.
     behind = nn.BatchNorm1d(4, track_running_stats=False)
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), behind, nn.Linear(4, 2)).eval()
     models.attach_noise(model, torch.ones(4))
-    with pytest.raises(ValueError, match="looks at its batch"):
+    with pytest.raises(ValueError, match="its batch"):
         Predictor(model, ExpectedScores(n=200, alpha=0.05), 2, (1, 2, 2))
-    with pytest.raises(UserError, match="cannot be attacked: it looks at its batch"):
+    with pytest.raises(UserError, match="its batch"):
         inputs = np.random.default_rng(0).random((8, 1, 2, 2), dtype=np.float32)
         source = StreamKeys("attack", "1", "", "", "", 0.0)
         require_attackable(counting_assignment(BatchMean(), NoNoise(), 2, inputs, source, n=1))

@@ -127,7 +127,7 @@ def test_a_table_of_both_bounds(here: None, tmp_path: Path) -> None:
     ):  # fmt: skip
         broken = table.to_pylist()
         broken[4][column] = forged if broken[4][column] != forged else forged - 1
-        with pytest.raises(UserError, match="does not follow from its counts"):
+        with pytest.raises(UserError, match="input"):
             TwoClass.check_table(pa.Table.from_pylist(broken, schema=table.schema), "x")
     pq.write_table(table.drop_columns("p_upper"), tmp_path / "t" / job.TABLE)
     with pytest.raises(UserError, match="p_upper"):
