@@ -2,28 +2,27 @@
 
 * `canaries`: a record for each coordinate, each in or out by a fair coin, full batches. Too little
   noise, a wrong clip or a record that counts twice moves its coordinate too far.
-* `neighbor`: a record beside another one, `crowd`: beside many equal ones. It may move its own
-  coordinate only: not the others' (a statistic of the batch), not the size of the noise (a
-  divisor).
-* `witness`: canaries in one worker's share, at a rate of a half; at the same places of another
-  one's lie witnesses, which must not tell whether a canary joined.
+* `neighbor`: a record next to a second one, `crowd`: next to many equal ones. It may only move its
+  own coordinate, not the others' (a statistic of the batch), nor the size of the noise (a divisor).
+* `witness`: canaries in one worker's shard, at a rate of a half. Witnesses at the same positions of
+  a second worker's shard must not reveal whether a canary joined.
 * `alone`: a canary without any other record: an empty batch is a step like any other.
 
-`canaries` has the run's own noise, with as many copies of each record as it takes to be seen under
-it (by group privacy their bound is divided). The other scenarios are about structure: each has the
-noise under which its faults are soonest seen. Where a user is the unit, every record above is a
-user, of one record more than count in a step. Coordinates of one release are taken as trials of
-their own in `canaries` and `witness`. Under the plan their noise and coins are independent; that
-the pieces execute the plan is the tested statement.
+`canaries` has the run's own noise, with enough copies of each record to be detected under it (by
+group privacy their bound is divided). The other scenarios test the structure of a step, each with
+the noise under which its faults are detected soonest. If a user is the unit, every record above is
+a user, with one record more than count in a step. Coordinates of one release count as separate
+trials in `canaries` and `witness`: under the plan their noise and coins are independent, and the
+tested hypothesis is that the step executes the plan.
 
-Any training step, one's own or another library's, is audited through three functions:
+Any training step, your own or a different library's, is audited through three functions:
 
     step = AuditedStep(release, score, curve)
     found = audit_step(step, releases=1000, alpha=0.05)
 
 `release(included, key)` does one step on one of two neighboring data sets, with the canary or
-without, and returns the adversary's view: an array, or None where nothing was released. All its
-randomness must follow from `key`. `score(seen)` is one number or several: several are weighed by a
+without, and returns the adversary's view: an array, or None if nothing was released. All its
+randomness must follow from `key`. `score(seen)` is one number or several, which are combined by a
 likelihood ratio that is fitted on other releases. `curve` is the promised trade-off curve, from
 ``dpdist.privacy.audit_bounds``.
 """

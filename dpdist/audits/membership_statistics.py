@@ -1,25 +1,25 @@
 """Membership games, scores of records (LiRA, RMIA), ROC curves, and ceilings of guarantees.
 
-A game draws by keyed randomness the records that each model of a bank is trained with. A bank of
+A game draws the records that each model of a bank is trained with, by keyed randomness. A bank of
 shadow models is trained in bulk, scored once and attacked many times:
 
     models/0007/    weights and description of model 7, and its scores
-    scores.parquet  of every record under every model: written last
-    settings.json, journal.jsonl: as of every bulk job
+    scores.parquet  scores of every record under every model, written last
+    settings.json, journal.jsonl: as for every bulk job
 
-Scores: phi (S, N) float64 is, of model s and record i, the log-odds of its label, ln p_y - ln (1 -
-p_y); member (S, N) bool, whether model s was trained with record i; target, the attacked model's
-row. All others are the references, whose members the adversary knows (it trained them). Results
-are (N,), larger where the record is more likely a member.
+Scores: phi (S, N) float64 is the log-odds of the label of record i under model s, ln p_y - ln (1 -
+p_y). member (S, N) bool is whether model s was trained with record i. target is the attacked
+model's row. All others are the references, whose members the adversary knows (it trained them).
+Results are (N,), larger if the record is more likely a member.
 
-Intervals of a ROC curve have confidence 95 % and describe the one model that was attacked: records
-are drawn anew in them, training is not. So they say nothing about a guarantee. A guarantee speaks
-of a game: a record whose membership is a secret fair coin of its own, in a run that satisfies a
-guarantee under add-or-remove, is told better from the outcome by no test than the guarantee's
-trade-off curve allows, on average over runs. Where a random exact half is in, one record is in
-*instead of* another: replace-one. A split that the adversary knows beforehand is bounded by
-nothing. One model's ROC is a draw around that average, and its records share the model: a point
-above the ceiling is a reason to audit, not a refutation. That needs the one-run test
+Intervals of a ROC curve have confidence 95 % and describe the one model that was attacked: they are
+over the choice of records, not over training. So they say nothing about a guarantee. A guarantee
+applies to a game: if a record's membership is its own secret fair coin, in a run that satisfies a
+guarantee under add-or-remove, no test of the outcome is better than the guarantee's trade-off curve
+allows, on average over runs. If a random exact half is in, one record is in *instead of* a second
+one: replace-one. If the adversary knows the split in advance, there is no bound. One model's ROC
+varies around that average, and its records share the model: a point above the ceiling is a reason
+to audit, not a refutation. A refutation needs the one-run test
 (`dpdist.privacy.audit_bounds.OneRunGuesses`), or many models.
 """
 
@@ -183,7 +183,7 @@ TABLE = "scores.parquet"
 KEY = b"dpdist.bank"
 TOP = 3
 _TOPS = tuple(f"top{place}" for place in range(1, TOP + 1))
-# member: -1 of a test record, which is in no model
+# member: -1 for a test record, which is in no model
 COLUMNS: dict[str, ColumnSpec] = {
     "model": (int, 0), "passes": (int, 1), "index": (int, 0), "member": (int, -1),
     "phi": (float, None), **dict.fromkeys(_TOPS, (float, 0)),
@@ -254,7 +254,7 @@ def read_scores(path: Path) -> tuple[dict[str, Any], dict[int, BankScores]]:
 
 Array = NDArray[np.float64]
 
-# models from which on a record's own variance is better than a common one
+# With at least this many models, a record's own variance is better than a common one.
 MIN_MODELS_FOR_OWN_VARIANCE = 64
 
 
@@ -507,7 +507,7 @@ class Roc:
 # --- ceilings of a guarantee ------------------------------------------------------------------
 
 
-# false positive rates at which a ROC is held against it
+# False positive rates at which a ROC is compared with a ceiling.
 CHECKED_RATES = (0.001, 0.01, 0.1, 0.25, 0.5)
 _POINTS = 5_001
 

@@ -1,9 +1,9 @@
-"""Drive the real pieces of a training step on an audit's own records, and compare exact replays.
+"""Run the real code of a training step on an audit's own records, and compare exact replays.
 
-The harness drives the `PrivateStep` of a training: keyed sampling, clipped sums by the engine, the
-reducer, noise, rounding and division. Replaced are the model, by the cheapest that has two tensors;
-the records; and the network between the workers, which take their turns in one process. The replay
-checks need no statistics: the same thing is done twice, and compared to the last bit.
+The harness runs the `PrivateStep` of a training: keyed sampling, clipped sums by the engine, the
+reducer, noise, rounding and division. It replaces the model by a cheap one with two tensors, the
+records, and the network between the workers, which take turns in one process. The replay checks
+need no statistics: a step is done twice, and the results are compared to the last bit.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ class StepHarness:
 # --- exact replays ----------------------------------------------------------------------------
 
 
-# Noise lies on a grid of 2^-24 of its scale: of 1,024 numbers two are equal one time in a hundred,
-# by chance, and so many one time in 1e20. One key for two releases makes 128.
+# Noise is on a grid of 2^-24 of its scale: among 1,024 numbers two are equal by chance with
+# probability 1 %, and 8 with probability 1e-20. One key for two releases gives 128 equal numbers.
 _COMMON = 8
 
 

@@ -1,43 +1,43 @@
 """Certificates against poisoned training records, from votes of many models.
 
-A trainer that is differentially private gives every set S of outcomes at least B_k(x) under any
-data set that differs in k records, where it has probability x under its own: B_k is a lower bound
-of the trade-off curve of k changes. So an answer that a freshly trained model gives with
-probability x is still given with more than 1/2 where B_k(x) > 1/2, whichever the k records and
-however they were chosen (without knowledge of the secret keys). Ma, Zhu and Hsu 2019 bound the
-same by k epsilon.
+If a differentially private trainer produces a set S of outcomes with probability x, it produces S
+with probability at least B_k(x) on any data set that differs in k records: B_k is a lower bound of
+the trade-off curve of k changes. So an answer that a freshly trained model gives with probability x
+is still given with more than 1/2 if B_k(x) > 1/2, whatever the k records are and however they were
+chosen (without knowledge of the secret keys). Ma, Zhu and Hsu 2019 bound the same by k epsilon.
 
-k counts insertions and removals together. From the data set held to any other: first remove a
-records, then insert b. With R_a and I_b the curves of each direction alone, exact for groups where
-a phase has them (mixtures of Gaussians), the answer keeps at least I_b(R_a(x)), so B_k = min over
-a + b = k of I_b(R_a(x)): one direction's group curve alone would not do, since it says nothing of
-mixtures. The curve of one record in either order, k times over, holds as well; the larger of both
-is taken, and large k are made of exact groups of 16. Under replace-one k counts replaced records,
+k counts insertions and removals together. Any other data set is reached by removing a records, then
+inserting b. Let R_a and I_b be the curves of each direction, exact for groups if a phase has them
+(mixtures of Gaussians). The answer keeps at least I_b(R_a(x)), so B_k = min over a + b = k of
+I_b(R_a(x)). The group curve of one direction is not enough, since it does not cover mixed changes.
+The curve of one record in either order, applied k times, is valid as well; the larger of both is
+used, and large k are composed of exact groups of 16. Under replace-one k counts replaced records,
 and only the curve of one is known.
 
-Models on few records drawn at random: each model is trained on s of the n records, every subset
-alike, by a secret key; training depends on the subset alone. Change the records: a go, b come.
-With m = n - a records in common and n' = m + b, a subset of common ones has probability C(m, s) /
-C(n, s) before, and each of them is C(n, s) / C(n', s) times as likely after; no other subset is
-possible both before and after. So an answer of probability p keeps, by the Neyman-Pearson lemma,
-at least
+Models on few records drawn at random: each model is trained on s of the n records, a uniformly
+random subset by a secret key, and training depends only on the subset. Let a records be removed and
+b inserted. With m = n - a records in common and n' = m + b, a subset of common ones has probability
+C(m, s) / C(n, s) before, and each such subset is C(n, s) / C(n', s) times as likely after; no other
+subset is possible both before and after. So an answer of probability p keeps, by the Neyman-Pearson
+lemma, at least
 
     (p - 1 + C(m, s) / C(n, s)) C(n, s) / C(n', s),
 
-which some training reaches. Jia, Cao and Gong (AAAI 2021, Theorem 1) draw with replacement: there
-(m / n)^s takes the place of C(m, s) / C(n, s).
+and for some training exactly that. Jia, Cao and Gong (AAAI 2021, Theorem 1) draw with replacement:
+there (m / n)^s replaces C(m, s) / C(n, s).
 
 From votes to certificates: each vote of a private model is one run of a differentially private
-mechanism from training data (and input) to a class. Models without number agree on the class that
-a fresh model most often says: certified is the answer of the recipe, not of these models. The
-class is chosen by some models, p is bounded by the others (Clopper-Pearson), so each certificate
-errs with probability at most alpha. All inputs are asked of the same models, so false certificates
-come together: of a whole set the union bound alone holds. With noise N(0, sigma^2 I) on each
-vote's input an L2 change below r besides leaves Phi(Phi^-1(q) - r / sigma) of what the changed
-data leave, q: more than 1/2 where q > Phi(r / sigma).
+mechanism from training data (and input) to a class. The certified class is the one that fresh
+models of the recipe answer most often, not the answer of these models. Some models choose the
+class, the others bound p (Clopper-Pearson), so each certificate errs with probability at most
+alpha. The same models answer all inputs, so false certificates occur together: for a whole set only
+the union bound is valid. With noise N(0, sigma^2 I) on each vote's input, an additional L2 change
+below r leaves Phi(Phi^-1(q) - r / sigma) of the probability q that the changed data leave: more
+than 1/2 if q > Phi(r / sigma).
 
-Plain models on disjoint shards: one record is in one shard, so one change moves one vote, and no
-two classes closer than by two. Exact, without probability (Levine and Feizi, ICLR 2021).
+Plain models on disjoint shards: one record is in one shard, so one change moves one vote, and the
+counts of two classes closer by at most two. Exact, without probability (Levine and Feizi, ICLR
+2021).
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ from dpdist.randomness.keys import stream_words
 
 
 _POINTS, _ROUNDS = 1025, 6  # of a search in [0, 1]: 60 bits
-_LARGEST = 16  # of groups whose exact loss is computed, which takes time in proportion
-_MOST_CHANGES = 1000  # changes that are looked for
+_LARGEST = 16  # group whose exact loss is computed; the time is proportional to it
+_MOST_CHANGES = 1000  # the most changes that are certified
 
 
 class PrivatePoisoningBound:
