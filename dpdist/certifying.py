@@ -347,24 +347,18 @@ def _resolve_run(
     subject = load_subject(recipe, run)
     own = data is None
     inputs = load_test_records(recipe, data_source(recipe)) if own else test_inputs(data)
-    return (
-        _with_classes(inputs, recipe.data.num_classes),
-        _required(settings or recipe.certify),
-        subject,
-    )
+    inputs = _with_classes(inputs, recipe.data.num_classes)
+    return inputs, _required(settings or recipe.certify), subject
 
 
 def _resolve_release(
     release: Release, data: Any, settings: Certificate | None
 ) -> tuple[DatasetLike, Certificate, Subject]:
-    about, subject = release.description, release.subject
+    about = release.description
     source = data_source_under(about.data, None)
     inputs = load_data(source, "test") if data is None else test_inputs(data)
-    return (
-        _with_classes(inputs, len(about.classes)),
-        _required(settings or about.certificate),
-        subject,
-    )
+    inputs = _with_classes(inputs, len(about.classes))
+    return inputs, _required(settings or about.certificate), release.subject
 
 
 def _is_factory(what: str | Path) -> bool:

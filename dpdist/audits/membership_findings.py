@@ -1,4 +1,4 @@
-"""Membership attacks on a bank of models, and their findings beside the limits that guarantees set.
+"""Membership attacks on a bank of models, and their findings with the limits by guarantees.
 
 An attack turns a bank's scores into one number for each record of a target; `ATTACKS` lists all.
 Findings are numbers with intervals.
@@ -44,8 +44,8 @@ from dpdist.runs.recipe import Recipe
 Array = NDArray[np.float64]
 
 
-# Of a bank, its target, the shadow models' records that the adversary may learn from, and a seed:
-# (N,), larger where a record is more likely a member of the target.
+# From a bank, its target, the shadow models' records that the adversary may use, and a seed to
+# (N,), larger if a record is more likely a member of the target.
 Score = Callable[[BankScores, int, NDArray[np.bool_], int], Array]
 
 
@@ -131,8 +131,8 @@ ATTACKS = {
 
 
 FILE = "membership.json"
-RATES = (0.01, 0.001)  # false positive rates at which a true positive rate is told
-_GUESSED = 0.02  # of the records, in the one-run test: fixed before anything is seen
+RATES = (0.01, 0.001)  # false positive rates at which a true positive rate is reported
+_GUESSED = 0.02  # fraction of the records, in the one-run test: fixed in advance
 _PICTURE = np.geomspace(1e-4, 1.0, 400)
 
 Points = tuple[NDArray[np.float64], NDArray[np.float64]]
@@ -175,34 +175,24 @@ class Finding:
             rows.append(("AUC, mean over models", over))
         for rate in RATES:
             true, false = self.roc.rates_at(rate)
-            rows.append(
-                (f"TPR at {format_exact(100 * rate)} % FPR", f"{true}, realized FPR {false}")
-            )
+            name = f"TPR at {format_exact(100 * rate)} % FPR"
+            rows.append((name, f"{true}, realized FPR {false}"))
         rows.append(("advantage", f"{self.roc.advantage:.3f}"))
         for threshold, precision, recall in self.thresholds:
             rows.append((f"above {threshold:.4g}", f"precision {precision}, recall {recall}"))
-        for one in ceilings:
-            above = ", ".join(
-                f"{format_exact(100 * rate)} %" for rate in one.exceeded_rates(self.roc)
+        for ceiling in ceilings:
+            exceeded = [format_exact(100 * rate) for rate in ceiling.exceeded_rates(self.roc)]
+            words = f"AUC at most {format_bound(ceiling.auc, round_up=True)}"
+            if exceeded:
+                words += f"; this ROC is above the ceiling at {' %, '.join(exceeded)} % FPR"
+            rows.append((f"ceiling, {ceiling.description}", words))
+        if (test := self.one_run_test) is not None:
+            words = (
+                f"epsilon at least {format_epsilon(test.epsilon(delta), lower_bound=True)} at "
+                f"delta {format_exact(delta)}, confidence {format_confidence(test.alpha)} % "
+                f"({test.correct:,} of {test.guesses:,} guesses correct)"
             )
-            said = f"; this ROC lies above the ceiling at {above} FPR" if above else ""
-            rows.append(
-                (
-                    f"ceiling, {one.description}",
-                    f"AUC at most {format_bound(one.auc, round_up=True)}{said}",
-                )
-            )
-        if self.one_run_test is not None:
-            least = format_epsilon(self.one_run_test.epsilon(delta), lower_bound=True)
-            rows.append(
-                (
-                    "one-run test",
-                    f"epsilon at least {least} at delta {format_exact(delta)}, confidence "
-                    f"{format_confidence(self.one_run_test.alpha)} % "
-                    f"({self.one_run_test.correct:,} of {self.one_run_test.guesses:,} guesses "
-                    "right)",
-                )
-            )
+            rows.append(("one-run test", words))
         return rows
 
     def to_dict(self, ceilings: Sequence[Ceiling], delta: float) -> dict[str, Any]:
@@ -303,15 +293,15 @@ def run_attacks(
         )
         ceilings = tuple(one for one in both if one is not None)
         if math.isinf(guarantee.epsilon):
-            notes.append("nothing is proved of these trainings, so that no ceiling follows")
+            notes.append("no ceiling: nothing is proved about these trainings")
         else:
             notes.append(
-                f"each model's training is proved {guarantee}; a ROC above a ceiling refutes "
-                "nothing by itself: the one-run test does, or many models"
+                f"each model's training is proved {guarantee}; a ROC above a ceiling is not a "
+                "refutation: the one-run test, or many models, can give one"
             )
     else:
-        notes.append("no ceiling: who is in a model follows from the seed that was given")
-    # All that a bank can be asked: those of another call are tests on the same coins.
+        notes.append("no ceiling: the members of a model follow from the given seed")
+    # Attacks of other calls are tests on the same coins, so all of them share alpha.
     others = sum(not one.needs_quarters_game for one in ATTACKS.values())
     tests = bonferroni_alpha(ALPHA, max(others, len(attacks)) * len(banks))
     coins = settings.seed is None and game.has_random_size

@@ -169,10 +169,11 @@ class Reexecution:
                 for row in (before != after).nonzero()[:, 0].tolist():
                     classes = int(before[row]), int(after[row])
                     if not self._is_rounding_tie(*classes, counted[row], found[row]):
-                        return _failure_text(index, *map(_class_text, classes), where, self._form)
-                seen = self._find_score_difference(counted, found, again) if scores else None
-                if seen is not None:
-                    return _failure_text(index, *seen, where, self._form)
+                        seen = _class_text(classes[0]), _class_text(classes[1])
+                        return _failure_text(index, *seen, where, self._form)
+                moved = self._find_score_difference(counted, found, again) if scores else None
+                if moved is not None:
+                    return _failure_text(index, *moved, where, self._form)
         return None
 
     def _execute_among_others(self, rows: Tensor, chosen: Tensor, size: int) -> Tensor:

@@ -79,7 +79,9 @@ class PrivatePoisoningBound:
     def __init__(self, plan: PrivacyPlan) -> None:
         one = audit_bounds.plan_tradeoff(plan)
         if one is None:
-            raise ValueError("no trade-off curve is proved of its training, so nothing of poison")
+            raise ValueError(
+                "no trade-off curve is proved for its training, so poisoning cannot be bounded"
+            )
         self._plan, self._one = plan, one
         self._exact = plan.adjacency == "add-or-remove-one"
         self._groups: dict[int, tuple[TradeoffCurve, TradeoffCurve] | None] = {}
@@ -158,14 +160,14 @@ def _inverse(curve: TradeoffCurve, target: float) -> float:
 
 
 def compose_vote_plans(plan: PrivacyPlan, models: int) -> PrivacyPlan:
-    """Return the plan of all votes of so many trainings together, queried or not."""
+    """Return the plan of all votes of a number of trainings together, queried or not."""
     return replace(plan, phases=tuple(p for each in plan.phases for p in each.repeat(models)))
 
 
 # --- models on few records --------------------------------------------------------------------
 
 
-_LOG_SUM_UP = 1 + 1e-10  # sums of as many logarithms as there are changes, rounded up
+_LOG_SUM_UP = 1 + 1e-10  # rounds up sums of many logarithms
 
 
 def draw_subset(key: bytes, records: int, size: int) -> np.ndarray:
@@ -213,14 +215,16 @@ class BaggingPoisoningBound:
         return low
 
     def _subset_ratios(self, changes: int) -> np.ndarray:
-        """C(n + i, s) / C(n, s), i from -changes to changes. Of as many products, not of s each:
-        bags may be large."""
+        """Return C(n + i, s) / C(n, s) for i from -changes to changes: float64.
+
+        They are products of `changes` factors, not of s, since bags may be large.
+        """
         i = np.arange(changes)
         fewer = np.log1p(-self._size / (self._records - i)).cumsum()
         more = -np.log1p(-self._size / (self._records + 1 + i)).cumsum()
-        with np.errstate(over="ignore"):  # infinitely many: nothing is left of an answer
+        with np.errstate(over="ignore"):  # at infinity nothing is left of an answer
             result: np.ndarray = np.exp(np.concatenate([fewer[::-1], [0.0], more]))
-            return result
+        return result
 
 
 # --- the table of votes -----------------------------------------------------------------------
@@ -229,8 +233,8 @@ class BaggingPoisoningBound:
 TABLE = "votes.parquet"
 KEY = b"dpdist.votes"
 FILE = "votes.safetensors"  # of one model: "votes", int64 (N,)
-NONE = -1  # the vote of a training, or an answer, whose numbers are no numbers
-MOST_VOTES = 2**26  # of a table: more would not be read back
+NONE = -1  # the vote of a training, or an answer, without finite logits
+MOST_VOTES = 2**26  # of a table: readers accept no more
 COLUMNS: dict[str, ColumnSpec] = {
     "model": (int, 0), "index": (int, 0), "label": (int, 0), "vote": (int, NONE)
 }  # fmt: skip
@@ -239,8 +243,10 @@ SCHEMA = job_folder.schema_of(COLUMNS)
 
 @dataclass(frozen=True, eq=False)
 class Votes:
-    """job_record: what was executed. index, label (N,): of the inputs. vote (M, N): classes, or
-    NONE."""
+    """The votes of M models on N inputs.
+
+    job_record: what was executed. index, label (N,): of the inputs. vote (M, N): classes, or NONE.
+    """
 
     job_record: dict[str, Any]
     index: NDArray[np.int64]
@@ -271,7 +277,7 @@ def read_votes(path: Path) -> Votes:
 # --- from votes to certificates ---------------------------------------------------------------
 
 
-_TARGET_UP = 1 + 1e-12  # a target is rounded up
+_TARGET_UP = 1 + 1e-12  # rounds a target up
 Sizes = NDArray[np.int64]
 
 
