@@ -468,7 +468,7 @@ class Certificate(InputSelection):
     @classmethod
     @abstractmethod
     def consistent_counts(cls, table: pa.Table) -> np.ndarray:
-        """Return whether each row holds the counts of as many draws as it states, bool (N,).
+        """Return whether each row has the counts of the draws that it states, bool (N,).
 
         Args:
             table: the table of certificates.

@@ -66,7 +66,7 @@ class Evaluation:
 
     @property
     def folder_name(self) -> str:
-        """Return the default folder of the results; its name tells two evaluations apart."""
+        """Return the default name of the results' folder; different evaluations differ in it."""
         raise NotImplementedError
 
     def data_recipe(self, recipe: Any) -> Any:
@@ -112,7 +112,7 @@ class Evaluation:
         around = run.enclosing_run(output)
         if self.private and around and not output.resolve().is_relative_to(around.private):
             raise UserError(
-                f"{output}: {self.name} says something of training records, and what lies there "
-                f"may be published; choose a folder in {around.private}, or outside the run"
+                f"{output}: results of {self.name} depend on single training records, and files "
+                f"there may be published; choose a folder in {around.private}, or outside the run"
             )
         return output

@@ -82,7 +82,7 @@ def to_model_input(
     if values.shape != input_shape:
         raise ValueError(f"shape {values.shape}, the model takes {input_shape}")
     if values.dtype.kind not in "uif":
-        raise ValueError(f"holds {values.dtype}, the model takes real numbers")
+        raise ValueError(f"must be real numbers, got {values.dtype}")
     with np.errstate(over="ignore"):  # refused below
         array = np.ascontiguousarray(values).astype(np.float32)
     if values.dtype == np.uint8:

@@ -1,4 +1,4 @@
-"""List the kinds of certificates: one class each, told apart by its mode.
+"""List the kinds of certificates: one class each, with a mode as its name.
 
 To add a kind, write its class and list it in `AnyCertificate`, the recipe's union. `register` adds
 a user's own kind, for use from Python.

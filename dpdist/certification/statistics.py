@@ -241,41 +241,41 @@ def doubts(found: CertificateTable) -> list[str]:
     If certified accuracy is the same at all shown radii, or every input abstains, the noise is
     often tiny or huge relative to the inputs' values.
     """
-    radii, said = found.reported_radii, list[str]()
+    radii, texts = found.reported_radii, list[str]()
     shares = [found.certified_accuracy(radius) for radius in radii]
     low, high = found.input_range or (0.0, 1.0)
     if found.holds_images and not (low >= -_RANGE_SLACK and high <= 1 + _RANGE_SLACK):
-        said.append(
-            f"the numbers of the images lie in {low:.4g} to {high:.4g}, outside 0 to 1, and sigma "
+        texts.append(
+            f"the values of the images are in {low:.4g} to {high:.4g}, outside 0 to 1, and sigma "
             "and radii are in these units: if they were normalized, certify images in 0 to 1 with "
             "normalize=(mean, std), or --normalize MEAN/STD"
         )
     if lacks_classes(found):
         held, all_of = len(np.unique(found.label)), found.job_record["classes"]
-        said.append(
+        texts.append(
             f"the inputs are in the order of their classes, and the first {len(found.index):,} "
-            f"have {held} of {all_of}: they are no sample of the others; take every k-th "
+            f"have {held} of {all_of}, so they do not represent the others; take every k-th "
             "(certify.every) instead of the first ones (certify.max_inputs)"
         )
     if found.abstention_rate == 1:
         return [
-            *said,
+            *texts,
             f"the classifier abstained on all {len(found.index):,} inputs: sigma {found.sigma:g} "
-            "may drown them, or n may be too small",
+            "may be too large for them, or n too small",
         ]
     if len(radii) > 1 and shares[0] > 0 and len(set(shares)) == 1 and len(found.index) > 1:
-        said.append(
+        texts.append(
             f"certified accuracy is the same at all radii up to {format_exact(radii[-1])}: the "
-            f"inputs' numbers may be large beside sigma {found.sigma:g}, and then no radius means "
-            "much; scale the inputs by public constants, or certify larger radii"
+            f"inputs' values may be large compared with sigma {found.sigma:g}, and then no radius "
+            "means much; scale the inputs by public constants, or certify larger radii"
         )
     _, counts = np.unique(found.label, return_counts=True)
     smoothed = int((found.size_if_correct() >= 0).sum())
     if text := commonest_class_doubt(smoothed, len(found.index), int(counts.max())):
         _, answers = np.unique(found.prediction[found.prediction >= 0], return_counts=True)
         share = format_percent(answers.max() / len(found.index), 1)
-        said.append(f"with its noise, {text}; it says one class on {share} % of the inputs")
-    return said
+        texts.append(f"with its noise, {text}; it answers one class on {share} % of the inputs")
+    return texts
 
 
 def lacks_classes(found: CertificateTable) -> bool:

@@ -102,15 +102,15 @@ def _constant_value(table: pa.Table, about: dict[str, Any], column: str, path: P
     values = table[column].unique().to_pylist()
     if len(values) > 1:
         raise UserError(
-            f"{path}: its rows differ in {column} ({', '.join(map(str, sorted(values)))}), so no "
-            "one statement holds for all of them; certify again"
+            f"{path}: {column} must be the same in all rows, got "
+            f"{', '.join(map(str, sorted(values)))}; certify again"
         )
     stated = about.get("settings", {}).get(_ONCE[column], values[0])
     if column == "alpha":
         stated = about.get("rebound_alpha", stated)
     if stated != values[0]:
         raise UserError(
-            f"{path}: damaged: its rows say {column} {values[0]}, its settings {stated}"
+            f"{path}: damaged: {column} must be {stated}, as its settings say, got {values[0]}"
         )
     return values[0]
 
