@@ -110,10 +110,7 @@ def test_what_fails_before_it_began_leaves_nothing(tmp_path):
     def fail() -> dict[str, Any]:
         raise UserError("not certified")
 
-    with (
-        pytest.raises(UserError),
-        job_folder.open_job_folder(tmp_path / "new", KIND) as journal,
-    ):
+    with pytest.raises(UserError), job_folder.open_job_folder(tmp_path / "new", KIND) as journal:
         job_folder.pin_settings(journal, KIND, wanted(), None, fail)
     assert not (tmp_path / "new").exists()
 

@@ -40,11 +40,7 @@ from dpdist.certification import score_bounds, table_reader
 from dpdist.certification import worker as counting
 from dpdist.certification.certificate import Certificate, ClassCounter, NoiseSampler
 from dpdist.certification.cohen import Cohen, predict, sample_under_noise
-from dpdist.certification.inference import (
-    ClassifierSpec,
-    read_classifier_spec,
-    use_single_thread,
-)
+from dpdist.certification.inference import ClassifierSpec, read_classifier_spec, use_single_thread
 from dpdist.certification.noise import Gaussian
 from dpdist.certification.reexecution import Reexecution
 from dpdist.certification.score_bounds import SCORE_UNIT

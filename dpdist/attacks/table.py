@@ -165,10 +165,7 @@ class Plausibility:
 
 
 def assess_plausibility(
-    contradictions: int,
-    inputs: int,
-    alpha: float,
-    points: int,
+    contradictions: int, inputs: int, alpha: float, points: int
 ) -> Plausibility:
     """Return the comparison of a count of contradictions with what the certificates' error allows.
 

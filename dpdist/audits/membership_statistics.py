@@ -300,14 +300,7 @@ def lira_offline(phi: Array, member: Bits, target: int) -> Array:
 _GAMMA, _SHIFT = 2.0, 0.3  # gamma and a of the paper
 
 
-def rmia(
-    phi: Array,
-    member: Bits,
-    target: int,
-    population: Array,
-    *,
-    online: bool = True,
-) -> Array:
+def rmia(phi: Array, member: Bits, target: int, population: Array, *, online: bool = True) -> Array:
     """Return the fraction of population points z that the record beats: (N,).
 
     It beats z if ratio(x) >= gamma ratio(z), ratio = p_target(y | x) / p(x) (Zarifzadeh, Liu and

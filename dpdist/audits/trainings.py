@@ -57,11 +57,7 @@ from dpdist.runs.recipe import Recipe
 from dpdist.training.canaries import canary_coordinates
 from dpdist.training.collectives import FlatOptimizer
 from dpdist.training.ensembles import EnsembleJob, TrainingItems, read_files, train_in_process
-from dpdist.training.model_setup import (
-    importance_weighted,
-    initial_model,
-    model_spec,
-)
+from dpdist.training.model_setup import importance_weighted, initial_model, model_spec
 from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
 if TYPE_CHECKING:

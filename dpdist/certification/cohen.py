@@ -233,10 +233,7 @@ class Smoothing(Certificate):
         "radii" is empty if no result depends on them.
         """
         free = certificates.certificate_class.result_free_fields
-        return {
-            "sigma": certificates.sigma,
-            "radii": () if "radii" in free else certificates.radii,
-        }
+        return {"sigma": certificates.sigma, "radii": () if "radii" in free else certificates.radii}
 
 
 # --- CERTIFY and PREDICT ----------------------------------------------------------------------

@@ -44,17 +44,11 @@ from dpdist.cluster.resumable_job import (
     WorkItems,
     run_job,
 )
-from dpdist.cluster.resumable_job import (
-    WorkUnit as Interval,
-)
+from dpdist.cluster.resumable_job import WorkUnit as Interval
 from dpdist.cluster.session import is_elastic
 from dpdist.cluster.work import Chunk, ChunkJob, PoolSettings
 from dpdist.core.errors import UserError
-from dpdist.core.files import (
-    read_text,
-    write_atomic,
-    write_json,
-)
+from dpdist.core.files import read_text, write_atomic, write_json
 from dpdist.randomness import keys
 from dpdist.randomness.noise_location import find_noise_location
 

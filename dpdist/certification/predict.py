@@ -34,11 +34,7 @@ class Predictor:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        settings: Certificate,
-        classes: int,
-        input_shape: tuple[int, ...],
+        self, model: nn.Module, settings: Certificate, classes: int, input_shape: tuple[int, ...]
     ) -> None:
         from dpdist.certification.worker import Assignment, Worker, probe
 

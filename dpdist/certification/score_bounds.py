@@ -50,11 +50,7 @@ Bound = np.ndarray | np.float64
 
 
 def hoeffding_interval(
-    mean: ArrayLike,
-    draws: ArrayLike,
-    alpha: ArrayLike,
-    *,
-    classes: int = 1,
+    mean: ArrayLike, draws: ArrayLike, alpha: ArrayLike, *, classes: int = 1
 ) -> tuple[Bound, Bound]:
     """Return an interval for the expectation of scores in [0, 1] from their sample ``mean``.
 
@@ -71,12 +67,7 @@ def hoeffding_interval(
 
 
 def empirical_bernstein_interval(
-    mean: ArrayLike,
-    variance: ArrayLike,
-    draws: ArrayLike,
-    alpha: ArrayLike,
-    *,
-    classes: int = 1,
+    mean: ArrayLike, variance: ArrayLike, draws: ArrayLike, alpha: ArrayLike, *, classes: int = 1
 ) -> tuple[Bound, Bound]:
     """Return an interval for the expectation of scores in [0, 1] from sample mean and variance.
 

@@ -15,14 +15,7 @@ import numpy as np
 
 from dpdist.certification.evaluation import EvaluatedModel, Evaluation
 from dpdist.core.errors import UserError
-from dpdist.core.fields import (
-    Count,
-    HexKey,
-    InputSelection,
-    ModelCount,
-    Positive,
-    Rule,
-)
+from dpdist.core.fields import Count, HexKey, InputSelection, ModelCount, Positive, Rule
 from dpdist.poisoning.certificates import MOST_VOTES, TABLE, Votes, read_votes
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe, resolve_recipe

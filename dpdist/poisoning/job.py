@@ -138,11 +138,7 @@ class VotingJob(EnsembleJob):
     sort_columns = ("model", "index")
 
     def __init__(
-        self,
-        identity: dict[str, Any],
-        seed: str | None,
-        setup: VoterSetup,
-        labels: np.ndarray,
+        self, identity: dict[str, Any], seed: str | None, setup: VoterSetup, labels: np.ndarray
     ) -> None:
         super().__init__(identity, seed, setup)
         self._labels = labels

@@ -20,10 +20,7 @@ from dpdist.audits.trainings import Trainer, TrainerSetup, VectorizedTrainings
 from dpdist.config.sections import ManyRunsAudit
 from dpdist.core.errors import UserError
 from dpdist.gradients.noise import add_noise as real
-from dpdist.privacy.audit_bounds import (
-    NOISE_SCALE_ASSUMPTION,
-    log_likelihood_ratio,
-)
+from dpdist.privacy.audit_bounds import NOISE_SCALE_ASSUMPTION, log_likelihood_ratio
 from dpdist.privacy.mechanisms import gaussian_epsilon
 from dpdist.randomness.keys import derive_key
 from dpdist.reports.results import load_results

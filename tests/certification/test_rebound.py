@@ -10,10 +10,7 @@ from scipy import stats
 from dpdist.certification import table as tables
 from dpdist.certification import table_reader
 from dpdist.certification.registry import settings_of
-from dpdist.certification.table_reader import (
-    achievable_label_radii,
-    recertify,
-)
+from dpdist.certification.table_reader import achievable_label_radii, recertify
 from dpdist.core.binomial import clopper_pearson_lower
 from dpdist.core.errors import UserError
 
@@ -33,10 +30,7 @@ def make(histograms: Any, labels: Any, mode: str = "fixed", **changes: Any) -> p
             partial |= {"k": k, "n": n, "looks": 1, "passed": 1, "hits": [k]}
         rows.append(
             settings.table_row(
-                index,
-                label,
-                settings.decide([partial], settings.build_sampler(None, ())),
-                None,
+                index, label, settings.decide([partial], settings.build_sampler(None, ())), None
             )
         )
     about = {

@@ -11,15 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support import certificates
-from support.batch_dependent import (
-    CLASSES,
-    MODELS,
-    SHAPE,
-    Experts,
-    Honest,
-    Inputs,
-    save,
-)
+from support.batch_dependent import CLASSES, MODELS, SHAPE, Experts, Honest, Inputs, save
 from torch import Tensor, nn
 
 from dpdist import models

@@ -81,8 +81,7 @@ def test_an_input_may_move_besides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
-    [({"select": 3}, "select"), ({"radii": (0.0, 0.1)}, "sigma")],
+    ("changed", "message"), [({"select": 3}, "select"), ({"radii": (0.0, 0.1)}, "sigma")]
 )
 def test_what_cannot_be_certified_is_refused(changed: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
