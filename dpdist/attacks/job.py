@@ -243,21 +243,21 @@ class Attacker:
 
         Raises RuntimeError for a point that is not within its size.
         """
-        settings = self._assignment.settings
-        points = centers = self.centers(batch)
-        if batch.attack != tables.NONE:
-            points = attack(
-                batch.attack,  # type: ignore[arg-type]
-                self.classifier,
-                Ball(centers, torch.tensor(batch.sizes), settings.norm, input_range(centers)),
-                targets,
-                self._assignment.indices[batch.rows].tolist(),
-                self._randomness,
-                steps=settings.steps,
-                samples=settings.samples,
-                restarts=settings.restarts,
-                step_scale=settings.step_scale,
-            )
+        settings, centers = self._assignment.settings, self.centers(batch)
+        if batch.attack == tables.NONE:
+            return centers, np.zeros(len(centers))
+        points = attack(
+            batch.attack,  # type: ignore[arg-type]
+            self.classifier,
+            Ball(centers, torch.tensor(batch.sizes), settings.norm, input_range(centers)),
+            targets,
+            self._assignment.indices[batch.rows].tolist(),
+            self._randomness,
+            steps=settings.steps,
+            samples=settings.samples,
+            restarts=settings.restarts,
+            step_scale=settings.step_scale,
+        )
         moved = distance(points.numpy(), centers.numpy(), settings.norm)
         if not (moved <= batch.sizes).all():
             raise RuntimeError(f"{batch.attack} left its ball")
