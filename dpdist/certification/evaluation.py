@@ -66,7 +66,7 @@ class Evaluation:
 
     @property
     def folder_name(self) -> str:
-        """Return the default name of the results' folder; different evaluations differ in it."""
+        """Return the default name of the results' folder."""
         raise NotImplementedError
 
     def data_recipe(self, recipe: Any) -> Any:
