@@ -35,14 +35,11 @@ def attack_hits(
     )
     if place.is_random:
         counted = replace(counted, spec=choose_backend(counted, backend))
-    worker = Worker(Assignment(counted, place, settings, x, chosen, labels))
+    by_vote = place.predicts_by_vote
+    worker = Worker(Assignment(counted, place, settings, x, chosen, labels, by_vote))
     each = settings.batch_size(x[0].size)
+    parts = [slice(low, low + each) for low in range(0, len(x), each)]
     for name, size in settings.attack_sizes:
-        answers = [
-            one
-            for low in range(0, len(x), each)
-            for one in worker(
-                AttackBatch.from_rows(name, slice(low, low + each), np.full(len(x), size))
-            )
-        ]
+        sizes = np.full(len(x), size)
+        answers = [one for part in parts for one in worker(AttackBatch(name, part, sizes[part]))]
         yield name, size, np.array([one["prediction"] == one["label"] for one in answers])

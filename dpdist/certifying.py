@@ -1,7 +1,7 @@
 """Certify any classifier by object: a module, a callable, a factory's name, a run or a release.
 
-`certify` is the command `dpdist certify` as a function. It works on the same job: resumable, and
-with the same table, to the byte, on any number of actors.
+`certify` is the command `dpdist certify` as a function. It runs the same job: resumable, and with
+the same table, to the byte, on any number of actors.
 """
 
 from __future__ import annotations
@@ -261,13 +261,11 @@ class _Changed:
             self.mean, self.std = _constants(normalize)
 
     def require_none(self, what: Any) -> None:
-        """Raise UserError for what has both already: a run, a release, a folder of a model."""
-        given = [name for name, value in (("normalize", self.mean), ("weights", self.weights))
-                 if value]  # fmt: skip
-        if given:
+        """Raise UserError if one is given, for a run, a release or the folder of a model."""
+        if self.mean or self.weights:
             raise UserError(
-                f"{', '.join(given)}: must be left out for a {type(what).__name__}, whose model "
-                "has its own"
+                f"{'normalize' if self.mean else 'weights'}: must be left out for a "
+                f"{type(what).__name__}, whose model has its own"
             )
 
     def loaded(self, module: nn.Module) -> nn.Module:
@@ -281,7 +279,7 @@ class _Changed:
         return copied
 
     def normalized(self, module: nn.Module, shape: tuple[int, ...]) -> nn.Module:
-        """Return the module behind the normalization of inputs of this shape."""
+        """Return the module after the normalization of its inputs, of this shape."""
         if not self.mean:
             return module
         return models.normalized(module, shape, self.mean, self.std)
@@ -337,7 +335,7 @@ def _resolved(
             f"Release or a path, got {type(what).__name__}"
         )
     if chosen.backend is None and models.may_hold_script(subject.model):
-        # A trace would see one path through somebody's own code.
+        # A trace would record one path through the user's code.
         chosen = chosen.model_copy(update={"backend": "eager"})
     return _with_classes(inputs, _answered(subject, inputs)), chosen, subject
 
@@ -349,28 +347,22 @@ def _resolve_run(
     subject = load_subject(recipe, run)
     own = data is None
     inputs = load_test_records(recipe, data_source(recipe)) if own else test_inputs(data)
-    return (
-        _with_classes(inputs, recipe.data.num_classes),
-        _required(settings or recipe.certify),
-        subject,
-    )
+    inputs = _with_classes(inputs, recipe.data.num_classes)
+    return inputs, _required(settings or recipe.certify), subject
 
 
 def _resolve_release(
     release: Release, data: Any, settings: Certificate | None
 ) -> tuple[DatasetLike, Certificate, Subject]:
-    about, subject = release.description, release.subject
+    about = release.description
     source = data_source_under(about.data, None)
     inputs = load_data(source, "test") if data is None else test_inputs(data)
-    return (
-        _with_classes(inputs, len(about.classes)),
-        _required(settings or about.certificate),
-        subject,
-    )
+    inputs = _with_classes(inputs, len(about.classes))
+    return inputs, _required(settings or about.certificate), release.subject
 
 
 def _is_factory(what: str | Path) -> bool:
-    """Whether a text names code or an architecture, and no path."""
+    """Return whether a text names code or an architecture, not a path."""
     return (
         isinstance(what, str)
         and not Path(what).exists()
@@ -391,8 +383,8 @@ def _of_module(module: nn.Module, changed: _Changed, shape: tuple[int, ...]) -> 
 
     from dpdist.models.outputs import Answers
 
-    copied = changed.loaded(module)  # the caller's own stays in its mode
-    if isinstance(copied, torch.jit.ScriptModule):  # whose methods are not all those of a module
+    copied = changed.loaded(module)  # the caller's module stays in its mode
+    if isinstance(copied, torch.jit.ScriptModule):  # which lacks some methods of a module
         copied = Answers(copied).eval()
     copied = changed.normalized(copied, shape)
     return Subject(copied, _digest(copied), type(module).__name__, _code_of(type(module)))
@@ -401,7 +393,7 @@ def _of_module(module: nn.Module, changed: _Changed, shape: tuple[int, ...]) -> 
 def _of_callable(
     function: Callable[..., Any], changed: _Changed, shape: tuple[int, ...]
 ) -> Subject:
-    """Return a callable as a module. Raises UserError where workers could not receive it."""
+    """Return a callable as a module. Raises UserError if workers could not receive it."""
     import cloudpickle
 
     from dpdist.models.outputs import Answers
@@ -409,7 +401,7 @@ def _of_callable(
     name = getattr(function, "__qualname__", type(function).__qualname__)
     if changed.weights is not None:
         raise UserError(
-            f"weights: must be left out for {name}, which is no module: load them into what it "
+            f"weights: must be left out for {name}, which is not a module: load them into what it "
             "calls, or give the module"
         )
     code = _code_of(function if hasattr(function, "__module__") else type(function))
@@ -425,7 +417,7 @@ def _of_callable(
 
 
 def _code_of(what: Any) -> FactoryCode:
-    """Return the code that each worker must have: none where a worker receives it by value."""
+    """Return the code that each worker must have; it is empty if workers receive it by value."""
     module = getattr(what, "__module__", None) or "__main__"
     if module in MAIN or is_library(module):
         return FactoryCode()
@@ -440,14 +432,14 @@ def _code_of(what: Any) -> FactoryCode:
 def _digest(classifier: Any) -> str:
     """Return a digest of everything that a classifier's answers depend on.
 
-    Where a part cannot be read it is a new one each time: no table is taken for that of another
+    If a part cannot be read, the digest is random: then no table is taken for that of a different
     classifier, and none is continued.
     """
     return object_digest(classifier) or secrets.token_hex(16)
 
 
 def _answered(subject: Subject, inputs: DatasetLike) -> int:
-    """How many classes the classifier tells apart. Raises UserError where it fails on an input."""
+    """Return the number of the classifier's classes. Raises UserError if it fails on an input."""
     some = inputs.batch(slice(0, 2))
     try:
         return require_logits(subject.model, some)
@@ -464,7 +456,7 @@ def _answered(subject: Subject, inputs: DatasetLike) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class LabeledInputs:
-    """Hold inputs of a source by position, with labels (N,) int64 and a digest of all of them."""
+    """Inputs of a source by position, with labels (N,) int64 and a digest of all of them."""
 
     source: Any
     labels: np.ndarray
@@ -482,16 +474,15 @@ def as_numbers(inputs: Any) -> torch.Tensor:
 
     if not isinstance(inputs, torch.Tensor):
         raise UserError(
-            "data: must have one input a record, a tensor, got several by name; give `inputs` to "
+            "data: must have one input per record, a tensor, got several by name; give `inputs` to "
             "dpdist.as_records"
         )
-    if inputs.dtype == torch.uint8:
-        return inputs.to(torch.float32) / 255
-    return inputs.to(torch.float32)
+    numbers = inputs.to(torch.float32)
+    return numbers / 255 if inputs.dtype == torch.uint8 else numbers
 
 
 def test_inputs(data: Any) -> DatasetLike:
-    """Return inputs with labels, of anything that `certify` takes. Raises UserError."""
+    """Return inputs with labels, from anything that `certify` takes. Raises UserError."""
     if data is None:
         raise UserError(
             "data: must be given for a model without a run: the inputs and their labels"
@@ -511,10 +502,10 @@ def test_inputs(data: Any) -> DatasetLike:
     labels = records.targets(slice(0, len(records))).numpy()
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer) or labels.min() < 0:
         raise UserError(
-            f"data: labels must be whole numbers from 0 on, one an input, got {labels.dtype} of "
+            f"data: labels must be whole numbers from 0 on, one per input, got {labels.dtype} of "
             f"shape {labels.shape}"
         )
-    fingerprint = records.keyed_fingerprint(b"dpdist.test-inputs")  # a public key: they are too
+    fingerprint = records.keyed_fingerprint(b"dpdist.test-inputs")  # a public key: inputs are too
     return LabeledInputs(records, labels.astype(np.int64), fingerprint, int(labels.max()) + 1)
 
 
@@ -532,7 +523,7 @@ def _by_name(data: str | Path) -> DatasetLike:
 
 
 def _with_classes(inputs: DatasetLike, classes: int) -> DatasetLike:
-    """Return the inputs with as many classes as the classifier tells apart.
+    """Return the inputs with the classifier's number of classes.
 
     Raises UserError for a label beyond them.
     """

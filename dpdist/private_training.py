@@ -29,7 +29,7 @@ from dpdist.core.console import Row, format_table
 from dpdist.core.errors import UserError
 from dpdist.core.script_errors import TrainingInterrupted, unfinished
 from dpdist.data.adapters import as_records
-from dpdist.data.protocol import Records, single_records
+from dpdist.data.protocol import Records, count_common, single_records
 from dpdist.evaluation import evaluate_stage
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.hooks import each_tensor, take

@@ -527,7 +527,7 @@ def say_what_follows(folder: Path) -> None:
 def test_half_a_table_is_noticed(copied, call):
     changed_table(copied, lambda rows: rows.pop())
     say_what_follows(copied)
-    fails(call, copied, "lacks 1 of the 4 inputs")
+    fails(call, copied, "got 1 missing")
     changed_table(copied, about=at("settings", "max_inputs", to=3))
     assert call("verify", copied).code == 0  # a smaller certification, and it says so
 

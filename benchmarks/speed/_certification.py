@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dpdist.certification.inference import ExecutedClassifier, choose_backend
 from dpdist.certification.noise import Gaussian
-from dpdist.certification.sequential import FUTILITY_ALPHA, TargetTest, planned_looks
+from dpdist.certification.sequential import TargetTest, planned_looks
 from dpdist.certification.worker import InputNoiseCounter
 from dpdist.randomness import keys
 from dpdist.randomness.keys import StreamKeys
@@ -94,7 +94,7 @@ def early_stopping(p: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray,
     paths = rng.binomial(np.diff((0, *looks)), p[:, None], size=(len(p), len(looks))).cumsum(1)
     draws, passed = [], []
     for path in paths:
-        test = TargetTest((p0,), ALPHA, looks, FUTILITY_ALPHA)
+        test = TargetTest((p0,), ALPHA, looks)
         place = next(i for i, hits in enumerate(path) if test.update(i, int(hits)))
         draws.append(looks[place])
         passed.append(test.passed())

@@ -2,17 +2,17 @@
 
 FGSM (Goodfellow et al., ICLR 2015), I-FGSM or BIM (Kurakin et al., 2016), MIM (Dong et al., CVPR
 2018) and PGD (Madry et al., ICLR 2018) are pure functions of a gradient, a ball and their
-settings. In L2 the sign is replaced by the unit vector. Row b of the result depends on row b of
-the ball and of the gradients alone. `attack` runs them on a classifier, untargeted and vectorized,
+settings. In L2 the sign is replaced by the unit vector. Row b of the result depends only on row b
+of the ball and of the gradients. `attack` runs them on a classifier, untargeted and vectorized,
 with keyed randomness.
 
 A ball has projection, steepest ascent and random points. All arithmetic is float64; the model
 takes float32. That rounding goes toward the center in every coordinate, so the distance computed
 in float64 never exceeds the size.
 
-A randomized classifier answers with the class that most draws of its noise say, or with that of
-the largest mean score. Attacks differentiate it by expectation over the noise (EOT, Athalye et
-al., ICML 2018): the gradient is the mean of the gradients under independent draws.
+A randomized classifier answers the class of most of its noise samples, or that of the largest mean
+score. Attacks differentiate it by expectation over the noise (EOT, Athalye et al., ICML 2018): the
+gradient is the mean of the gradients under independent samples.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dpdist.randomness.noise_location import NoiseLocation, NoNoise
 
 PIXELS = (0.0, 1.0)
 
-# A sum of squares depends on its order in the last bits; this margin covers any order.
+# The last bits of a sum of squares depend on its order; this margin covers any order.
 _MARGIN = 1e-12
 
 
@@ -44,7 +44,7 @@ class Ball:
     """All points within ``size`` of ``center`` in ``norm`` and inside ``box``.
 
     center: float32 (B, ...). size: float64 (B,), in input units. box: least and largest value of
-    each coordinate, or None. A center outside the box has none: it is no picture of pixels.
+    each coordinate, or None. It does not apply to rows whose center is outside of it.
     """
 
     center: Tensor
@@ -55,8 +55,8 @@ class Ball:
     def project(self, point: Tensor) -> Tensor:
         """Return the point moved into the ball, then clipped to the box: float64 (B, ...).
 
-        Each is the Euclidean projection; one after the other they stay in both sets, because the
-        center lies in the box.
+        Both are Euclidean projections. The result is in both sets, because the center is in the
+        box.
         """
         moved = self.center.double() + self._projected_shift(point)
         if self.box is None:
@@ -65,7 +65,7 @@ class Ball:
         return torch.where(per_row(boxed, moved), moved.clamp(*self.box), moved)
 
     def project_to_float32(self, point: Tensor) -> Tensor:
-        """`project`, rounded toward the center: float32 (B, ...), exactly inside."""
+        """Return `project`, rounded toward the center: float32 (B, ...), exactly inside."""
         limit = self._projected_shift(point).abs()
         rounded = self.project(point).float()
         too_far = (rounded.double() - self.center.double()).abs() > limit
@@ -82,7 +82,7 @@ class Ball:
         return torch.where(length > inside, shift * (inside / length.clamp_min(1e-300)), shift)
 
     def steepest_direction(self, gradient: Tensor) -> Tensor:
-        """The direction of length 1 in ``norm`` that climbs most: sign, or unit vector."""
+        """Return the direction of steepest ascent with length 1 in ``norm``: float64 (B, ...)."""
         if self.norm == "linf":
             return gradient.double().sign()
         flat = gradient.double().flatten(1)
@@ -90,9 +90,9 @@ class Ball:
         return torch.where(length > 0, flat / length.clamp_min(1e-300), flat).view_as(gradient)
 
     def random_point(self, uniform: Tensor, normal: Tensor) -> Tensor:
-        """A uniformly distributed point of the ball, clipped to the box: float64 (B, ...).
+        """Return a uniformly distributed point of the ball, clipped to the box: float64 (B, ...).
 
-        uniform: (B, n) in (0, 1), normal: (B, n), n the numbers of one input.
+        uniform: (B, n) in (0, 1), normal: (B, n), for inputs of n numbers.
         """
         if self.norm == "linf":
             direction = 2 * uniform.double() - 1
@@ -105,14 +105,14 @@ class Ball:
 
 
 def input_range(inputs: Tensor) -> tuple[float, float] | None:
-    """Return the bounds in which pictures (B, C, H, W) stay; other features have none."""
+    """Return the bounds of images (B, C, H, W), or None for other inputs."""
     return PIXELS if inputs.dim() == 4 else None
 
 
 def distance(points: np.ndarray, centers: np.ndarray, norm: str) -> np.ndarray:
-    """Distances in float64 of float32 points (B, ...) from their centers: (B,).
+    """Return the distances of float32 points (B, ...) from their centers: float64 (B,).
 
-    Raises UserError for another norm than "linf" and "l2".
+    Raises UserError for a norm other than "linf" and "l2".
     """
     shift = np.asarray(points, dtype=np.float64) - np.asarray(centers, dtype=np.float64)
     flat = shift.reshape(len(shift), -1)
@@ -126,38 +126,33 @@ def distance(points: np.ndarray, centers: np.ndarray, norm: str) -> np.ndarray:
 
 
 def per_row(values: Tensor, like: Tensor) -> Tensor:
-    """(B,) as something that multiplies ``like``, (B, ...)."""
+    """Return values (B,) in a shape that broadcasts with ``like``, (B, ...)."""
     return values.view(-1, *[1] * (like.dim() - 1))
 
 
 # --- ascents ----------------------------------------------------------------------------------
 
 
-# (points float32 (B, ...), step) -> gradient of the loss (B, ...), up to a factor per input
+# (points float32 (B, ...), step) -> gradient of the loss (B, ...), up to a positive factor per row
 Gradient = Callable[[Tensor, int], Tensor]
 
 
 def fgsm(gradient: Gradient, ball: Ball, steps: int = 1) -> Tensor:
-    """One step of the full size along the steepest ascent, whatever `steps` says."""
+    """Return the point after one step of the full size; `steps` is ignored."""
     return i_fgsm(gradient, ball, 1)
 
 
 def i_fgsm(gradient: Gradient, ball: Ball, steps: int) -> Tensor:
-    """``steps`` steps of size / steps from the center, each projected."""
+    """Return the point after ``steps`` projected steps of size / steps from the center."""
     return ascend(gradient, ball, ball.center, steps, ball.size / steps)
 
 
 def mim(gradient: Gradient, ball: Ball, steps: int, decay: float = 1.0) -> Tensor:
-    """I-FGSM along v <- decay v + g / ||g||_1 (Dong et al., Algorithm 1)."""
+    """Return the point after I-FGSM along v <- decay v + g / ||g||_1 (Dong et al., Algorithm 1)."""
     return i_fgsm(with_momentum(gradient, ball, decay), ball, steps)
 
 
-def pgd(gradient: Gradient, ball: Ball, start: Tensor, steps: int, step_size: Tensor) -> Tensor:
-    """Projected gradient ascent from ``start``, a point of the ball; step_size: (B,)."""
-    return ascend(gradient, ball, start, steps, step_size)
-
-
-# Attacks that begin at the input; pgd begins at random points.
+# Attacks that start at the input; pgd starts at random points.
 ATTACKS_FROM_CENTER: dict[str, Callable[[Gradient, Ball, int], Tensor]] = {
     "fgsm": fgsm,
     "i-fgsm": i_fgsm,
@@ -166,9 +161,9 @@ ATTACKS_FROM_CENTER: dict[str, Callable[[Gradient, Ball, int], Tensor]] = {
 
 
 def with_momentum(gradient: Gradient, ball: Ball, decay: float | Tensor) -> Gradient:
-    """The velocity v <- decay v + g / ||g||_1 in place of the gradient, for one ascent.
+    """Return the velocity v <- decay v + g / ||g||_1 as a gradient for one ascent.
 
-    decay: a number, or one for each row (B,); 0 leaves the gradient's direction as it is.
+    decay: a number, or one for each row (B,); 0 keeps the gradient's direction.
     """
     velocity = torch.zeros_like(ball.center, dtype=torch.float64)
     kept = decay if isinstance(decay, float) else per_row(decay, velocity)
@@ -183,7 +178,10 @@ def with_momentum(gradient: Gradient, ball: Ball, decay: float | Tensor) -> Grad
 
 
 def ascend(gradient: Gradient, ball: Ball, start: Tensor, steps: int, step_size: Tensor) -> Tensor:
-    """``steps`` steps of length step_size (B,) along the steepest ascent, each projected."""
+    """Return the point after projected steps along the steepest ascent: float32 (B, ...).
+
+    start: a point of the ball. step_size: (B,), the length of each of the ``steps`` steps.
+    """
     point = start.double()
     length = per_row(step_size, start)
     for step in range(steps):
@@ -196,38 +194,44 @@ def ascend(gradient: Gradient, ball: Ball, start: Tensor, steps: int, step_size:
 
 
 class RandomizedClassifier:
-    """Logits of a network under given standard normal draws; without noise it is deterministic.
+    """A network under given standard normal noise; without noise it is deterministic.
 
-    votes: whether it answers by votes of draws, or by their mean scores; None: as the place does.
+    predicts_by_vote: whether it answers by votes of noise samples, not by their mean scores; None:
+    as the location of its noise asks.
     """
 
     def __init__(
-        self, model: nn.Module, location: NoiseLocation | None = None, votes: bool | None = None
+        self,
+        model: nn.Module,
+        location: NoiseLocation | None = None,
+        predicts_by_vote: bool | None = None,
     ) -> None:
         self.model = model
         self.location = location or NoNoise()
-        self.predicts_by_vote = self.location.predicts_by_vote if votes is None else votes
+        if predicts_by_vote is None:
+            predicts_by_vote = self.location.predicts_by_vote
+        self.predicts_by_vote = predicts_by_vote
 
     def noise_shape(self, input_shape: Sequence[int]) -> tuple[int, ...] | None:
-        """Shape of the normals of one draw for one example; None when nothing is random."""
+        """Return the shape of the normals of one sample for one input; None without noise."""
         return self.location.normals_shape(self.model, tuple(input_shape))
 
     def logits(self, x: Tensor, normals: Tensor | None) -> Tensor:
-        """(B, classes) for float32 inputs (B, ...) and normals (B, *noise_shape), or none."""
+        """Return logits (B, classes) of float32 inputs (B, ...) under normals (B, *noise_shape)."""
         return self.location.logits(self.model, x, normals)
 
 
 def loss_gradient(
     classifier: RandomizedClassifier, x: Tensor, targets: Tensor, normals: Tensor | None
 ) -> Tensor:
-    """Gradient by x of the mean cross-entropy over the draws, up to a positive factor per input.
+    """Return the gradient of the mean cross-entropy over the noise, by x: float32 (B, ...).
 
-    x: float32 (B, ...). targets: int64 (B,). normals: (B * K, *noise_shape), the K draws of an
-    input beside one another, or None. Returns float32 (B, ...).
+    x: float32 (B, ...). targets: int64 (B,). normals: (B * K, *noise_shape), with the K samples of
+    an input in sequence, or None.
 
-    The factor keeps the gradient of a confident network from underflowing to zero, which would
-    look like robustness. No attack here depends on it. An input whose gradient is not finite gets
-    the gradient 0: no direction is known there.
+    The gradient of each input is scaled by a positive factor, so that that of a confident network
+    does not underflow to zero, which would look like robustness. No attack here depends on the
+    factor. A gradient that is not finite is replaced by 0.
     """
     samples = 1 if normals is None else len(normals) // len(x)
     with torch.enable_grad():
@@ -241,8 +245,11 @@ def loss_gradient(
 
 
 def _logit_gradient(logits: Tensor, targets: Tensor) -> Tensor:
-    """softmax - onehot in float64; the target's entry is minus the sum of the others, so that it
-    does not round to zero when the target has nearly all the probability."""
+    """Return softmax - onehot in float64, (B, classes).
+
+    The target's entry is minus the sum of the others, so that it does not round to zero if the
+    target has nearly all the probability.
+    """
     p = torch.log_softmax(logits.double(), 1).exp()
     p.scatter_(1, targets[:, None], 0.0)
     return p.scatter(1, targets[:, None], -p.sum(1, keepdim=True))
@@ -251,11 +258,11 @@ def _logit_gradient(logits: Tensor, targets: Tensor) -> Tensor:
 def success_score(
     classifier: RandomizedClassifier, x: Tensor, targets: Tensor, normals: Tensor | None
 ) -> Tensor:
-    """Return how well x fools the classifier, for choosing between restarts: float64 (B,).
+    """Return how well x fools the classifier, to choose between restarts: float64 (B,).
 
-    Of votes: the number of draws not answered by the target, plus loss / (1 + loss) of the mean
-    loss. Of mean scores: by how much the target's is below the largest other one. A draw whose
-    logits are not finite is no answer, and adds nothing.
+    By votes: the number of samples with an answer other than the target, plus loss / (1 + loss) of
+    the mean loss. By mean scores: by how much the target's is below the largest other one. A sample
+    whose logits are not finite is not an answer, and adds nothing.
     """
     samples = 1 if normals is None else len(normals) // len(x)
     repeated = targets.repeat_interleave(samples)
@@ -289,13 +296,13 @@ def attack(
     restarts: int = 1,
     step_scale: float = 2.5,
 ) -> Tensor:
-    """Points of the ball at which the classifier should not answer ``targets``: float32 (B, ...).
+    """Return points of the ball at which the classifier avoids ``targets``: float32 (B, ...).
 
-    indices: names of the inputs in the keys of all random numbers. draws: of the noise, fresh at
+    indices: names of the inputs in the keys of all random numbers. samples: of the noise, fresh at
     each step, for the expectation of the gradient; ignored without noise. restarts: PGD runs, from
     independent uniform points of the ball; the best of each input is kept (``success_score``, on
-    draws used for nothing else). step_scale: PGD's step is step_scale * size / steps; 1 is what
-    some papers use, Madry et al. advise more than the ball's radius in all.
+    separate noise samples). step_scale: PGD's step is step_scale * size / steps; some papers use 1,
+    Madry et al. advise more.
     """
     shape = classifier.noise_shape(ball.center.shape[1:])
 
@@ -315,8 +322,11 @@ def attack(
         raise ValueError(f"attack must be one of {', '.join(ATTACKS)}, got {name!r}")
     if name in ATTACKS_FROM_CENTER:
         return ATTACKS_FROM_CENTER[name](gradient_of(0), ball, steps)
-    starts, step = _starts(ball, indices, randomness, restarts), step_scale * ball.size / steps
-    found = (pgd(gradient_of(i), ball, start, steps, step) for i, start in enumerate(starts))
+    step_size = step_scale * ball.size / steps
+    found = (
+        ascend(gradient_of(run), ball, start, steps, step_size)
+        for run, start in enumerate(_starts(ball, indices, randomness, restarts))
+    )
     if restarts == 1:
         return next(found)
     return _best(classifier, targets, normals("choose", 0), found)
@@ -325,7 +335,7 @@ def attack(
 def _starts(
     ball: Ball, indices: Sequence[int], randomness: KeyedGenerator, count: int
 ) -> Iterator[Tensor]:
-    """Independent uniform points of the ball."""
+    """Yield independent uniform points of the ball."""
     numbers, device = ball.center[0].numel(), ball.center.device
     for run in range(count):
         yield ball.random_point(
@@ -337,14 +347,14 @@ def _starts(
 def _best(
     classifier: RandomizedClassifier,
     targets: Tensor,
-    judge: Tensor | None,
+    normals: Tensor | None,
     candidates: Iterator[Tensor],
 ) -> Tensor:
-    """Return the point of several, for each input, that fools the classifier best."""
+    """Return the candidate that fools the classifier best, for each input: float32 (B, ...)."""
     best = next(candidates)
-    best_score = success_score(classifier, best, targets, judge)
+    best_score = success_score(classifier, best, targets, normals)
     for points in candidates:
-        score = success_score(classifier, points, targets, judge)
-        better = (score > best_score).view(-1, *[1] * (points.dim() - 1))
+        score = success_score(classifier, points, targets, normals)
+        better = per_row(score > best_score, points)
         best, best_score = torch.where(better, points, best), torch.maximum(score, best_score)
     return best

@@ -1,18 +1,17 @@
 """Attack a test set, or its certificates, on a Ray cluster: resumable, with an identical table.
 
-A worker holds the classifier and attacks blocks of inputs.
-
 Certificates against attacks: no other class may be certified inside a certified radius. Each
-certified input is attacked within its radius and certified again at the attacked point, with fresh
-noise and in the same way. A *contradiction* is another class certified there. One noisy answer of
-another class is none, and neither is ABSTAIN: both may happen to a valid certificate.
+certified input is attacked within its radius and certified again at the attacked point, in the same
+way with fresh noise. A *contradiction* is a different class certified there. A single noisy answer
+of a different class is not a contradiction, and neither is ABSTAIN: a valid certificate allows
+both.
 
-Certificates are wrong with probability alpha each, so some contradictions are allowed. Let A
-points be tried for each input. An input's contradiction needs a wrong first certificate (at most
-alpha) or, where the first is right, a wrong one at one of the points (at most alpha each, by noise
-drawn after the point was fixed): at most (1 + A) alpha by the union bound, for every input that
-was *submitted* to certification. Among the certified ones alone the share of wrong certificates
-may be larger, so the count is compared with all of them.
+Each certificate is wrong with probability at most alpha, so some contradictions are allowed. Let A
+points be attacked for each input. A contradiction needs a wrong first certificate (probability at
+most alpha) or, if the first is correct, a wrong one at one of the points (at most alpha each, since
+their noise is drawn after the point was fixed): at most (1 + A) alpha by the union bound, for every
+input that was *submitted* to certification. Among the certified inputs only, the fraction of wrong
+certificates may be larger, so the count is compared with all submitted inputs.
 """
 
 from __future__ import annotations
@@ -41,11 +40,7 @@ from dpdist.certification import score_bounds, table_reader
 from dpdist.certification import worker as counting
 from dpdist.certification.certificate import Certificate, ClassCounter, NoiseSampler
 from dpdist.certification.cohen import Cohen, predict, sample_under_noise
-from dpdist.certification.inference import (
-    ClassifierSpec,
-    read_classifier_spec,
-    use_single_thread,
-)
+from dpdist.certification.inference import ClassifierSpec, read_classifier_spec, use_single_thread
 from dpdist.certification.noise import Gaussian
 from dpdist.certification.reexecution import Reexecution
 from dpdist.certification.score_bounds import SCORE_UNIT
@@ -85,9 +80,9 @@ def counting_assignment(
 ) -> counting.Assignment:
     """Return what a worker of a certification needs to count answers under a model's noise.
 
-    check_inputs: float32 (N, ...), some inputs on which every worker must answer alike. n: draws of
-    an answer. n0: of another block that is asked for. backend: the executed form and batch of
-    certificates that are attacked.
+    check_inputs: float32 (N, ...), inputs on which every worker must give the same answers. n:
+    samples for an answer. n0: size of a second block that will be counted. backend: form and batch
+    of the certificates that are attacked.
     """
     shape = tuple(check_inputs.shape[1:])
     cut = location.split(model, shape)
@@ -109,7 +104,7 @@ def counting_assignment(
 def choose_backend(
     assignment: counting.Assignment, backend: ClassifierSpec | None = None
 ) -> ClassifierSpec:
-    """Return the executed classifier: chosen by a probe, or of the form and batch that are given.
+    """Return the executed classifier: in the given form and batch, or else chosen by a probe.
 
     Raises as `dpdist.certification.worker.probe`.
     """
@@ -120,7 +115,7 @@ def choose_backend(
 
 
 def require_attackable(assignment: counting.Assignment) -> None:
-    """Raise UserError unless a model without noise gives each input logits by itself."""
+    """Raise UserError unless a model without noise returns logits for each input by itself."""
     batch = array_to_tensor(assignment.check_inputs)
     try:
         require_logits(assignment.model, batch, assignment.classes)
@@ -136,17 +131,19 @@ def require_attackable(assignment: counting.Assignment) -> None:
 def count_answers(
     counter: ClassCounter, x: Tensor, index: int, stage: str, samples: int, batch: int
 ) -> np.ndarray:
-    """Classes of ``draws`` fresh answers at one input (float32, no batch dimension): int64
-    (classes,). Answers without a class are in none of them."""
+    """Return the counts of each class in ``samples`` fresh answers at one input: int64 (classes,).
+
+    x: float32, without a batch dimension. Answers without a class are not counted.
+    """
     blocks = range(-(-samples // batch))
     return sample_under_noise(counter, x, index, blocks, batch, samples, stage)
 
 
 @dataclass(frozen=True)
 class MeanScores:
-    """Scores of fresh draws at one input, counted in bins (`dpdist.certification.score_bounds`).
+    """Scores of fresh samples at one input, in bins (`dpdist.certification.score_bounds`).
 
-    bins, excess: int64 (K, BINS). histogram: int64 (K,), how many draws say each class.
+    bins, excess: int64 (K, BINS). histogram: int64 (K,), the samples that answer each class.
     """
 
     bins: np.ndarray
@@ -157,36 +154,33 @@ class MeanScores:
     def sample(
         cls, counter: ClassCounter, x: Tensor, index: int, stage: str, samples: int, batch: int
     ) -> MeanScores:
-        """Draw them, in the blocks of `count_answers`. Raises TypeError for a counter of votes
-        alone."""
+        """Return the scores of ``samples`` answers, drawn in the blocks of `count_answers`."""
         if not isinstance(counter, HiddenNoiseCounter):
-            raise TypeError("mean scores need noise behind a layer")
+            raise TypeError("mean scores need noise after a layer")
         rows = [min(batch, samples - start) for start in range(0, samples, batch)]
-        found = [
+        blocks = [
             counter.sample_block(x, index, block, batch, draws, binned=True, stage=stage)
             for block, draws in enumerate(rows)
         ]
         names = ("bins", "excess", "histogram")
-        return cls(*(np.sum([getattr(each, name) for each in found], axis=0) for name in names))
+        return cls(*(np.sum([getattr(block, name) for block in blocks], axis=0) for name in names))
 
     @property
     def top_class(self) -> int:
-        """The class of the largest mean score."""
+        """Return the class of the largest mean score."""
         return int((self.bins @ score_bounds.BIN_EDGES[:-1] + self.excess.sum(1)).argmax())
 
     def predict(self, alpha: float) -> int:
-        """Return the class of the largest expected score, or -1 where that is not clear.
+        """Return the class of the largest expected score, or -1 if that is not certain.
 
-        Another class is returned with probability at most alpha. The class of the largest mean is
-        named when a lower bound of its expectation is not refuted as an upper bound of any other
-        one. If the bounds of all K classes from below hold, and that of the truly largest one from
-        above, no smaller one is named: K + 1 statements share the error.
+        A different class is returned with probability at most alpha. The class of the largest mean
+        is returned if a lower bound of its expected score is above that of every other class, each
+        by a test. No smaller class is returned if the lower bounds of all K classes are valid, and
+        the upper bound of the truly largest one: K + 1 statements share the error.
         """
         label, share = self.top_class, alpha / (len(self.bins) + 1)
-        weights, scores = (
-            score_bounds.bin_edge_weights(self.bins, self.excess),
-            score_bounds.BIN_EDGES / SCORE_UNIT,
-        )
+        weights = score_bounds.bin_edge_weights(self.bins, self.excess)
+        scores = score_bounds.BIN_EDGES / SCORE_UNIT
         low = score_bounds.betting_lower_bound(weights[label], scores, share)
         others = np.delete(weights, label, axis=0).T
         ahead = low > 0 and score_bounds.means_exceed(others, 1 - scores, 1 - low, share).all()
@@ -198,21 +192,15 @@ class MeanScores:
 
 @dataclass(frozen=True)
 class AttackBatch:
-    """Rows low..high-1 of the attacked inputs, and what is done to them.
+    """A block of the attacked inputs and its attack.
 
-    sizes: float64 (high - low,); all equal but in a check of certificates.
+    rows: of the attacked inputs. sizes: float64, the attack's size for each of them; all are equal
+    except in a check of certificates.
     """
 
     attack: str
-    low: int
-    high: int
+    rows: slice
     sizes: np.ndarray
-
-    @classmethod
-    def from_rows(cls, attack: str, rows: slice, sizes: np.ndarray) -> AttackBatch:
-        """Return the block of these rows, with the sizes of all inputs."""
-        part = sizes[rows]
-        return cls(attack, rows.start, rows.start + len(part), part)
 
 
 @dataclass(frozen=True)
@@ -220,9 +208,9 @@ class Assignment:
     """All that workers share; put into the object store once: workers need no data set.
 
     counting: how answers are counted. location: where the attacked classifier is random. inputs:
-    float32 (N, ...), the attacked ones. indices: (N,), their places in the data set. targets: int64
-    (N,), the classes that attacks lead away from. votes: whether it answers by votes of draws, or
-    by their mean scores; None: as the place does.
+    float32 (N, ...), the attacked ones. indices: (N,), their positions in the data set. targets:
+    int64 (N,), the classes that attacks lead away from. predicts_by_vote: whether the classifier
+    answers by votes of noise samples, not by their mean scores.
     """
 
     counting: counting.Assignment
@@ -231,49 +219,49 @@ class Assignment:
     inputs: np.ndarray
     indices: np.ndarray
     targets: np.ndarray
-    votes: bool | None = None
-
-    @property
-    def predicts_by_vote(self) -> bool:
-        return self.location.predicts_by_vote if self.votes is None else self.votes
+    predicts_by_vote: bool
 
 
 class Attacker:
-    """Finds attacked points of blocks, always with the same random numbers for the same input."""
+    """Finds the attacked points of blocks, with random numbers that depend on the input only."""
 
     def __init__(self, assignment: Assignment) -> None:
         use_single_thread()
         self._assignment = assignment
         self._randomness = KeyedGenerator(assignment.counting.stream_keys)
         model = assignment.counting.on_device().model.eval().requires_grad_(False)
-        votes = assignment.predicts_by_vote
-        self.classifier = RandomizedClassifier(model, assignment.location, votes)
+        self.classifier = RandomizedClassifier(
+            model, assignment.location, assignment.predicts_by_vote
+        )
 
     def centers(self, batch: AttackBatch) -> Tensor:
-        """float32 (B, ...): the block's inputs."""
-        return torch.from_numpy(self._assignment.inputs[batch.low : batch.high].copy())
+        """Return the block's inputs: float32 (B, ...)."""
+        return torch.from_numpy(self._assignment.inputs[batch.rows].copy())
 
-    def find_points(self, batch: AttackBatch, targets: Tensor) -> Tensor:
-        """float32 (B, ...), within the block's sizes; raises RuntimeError if they were not."""
-        centers = self.centers(batch)
-        if batch.attack == "none":
-            return centers
-        settings = self._assignment.settings
-        found = attack(
+    def find_points(self, batch: AttackBatch, targets: Tensor) -> tuple[Tensor, np.ndarray]:
+        """Return attacked points, float32 (B, ...), and their distances from the inputs, (B,).
+
+        Raises RuntimeError for a point that is not within its size.
+        """
+        settings, centers = self._assignment.settings, self.centers(batch)
+        if batch.attack == tables.NONE:
+            return centers, np.zeros(len(centers))
+        points = attack(
             batch.attack,  # type: ignore[arg-type]
             self.classifier,
             Ball(centers, torch.tensor(batch.sizes), settings.norm, input_range(centers)),
             targets,
-            self._assignment.indices[batch.low : batch.high].tolist(),
+            self._assignment.indices[batch.rows].tolist(),
             self._randomness,
             steps=settings.steps,
             samples=settings.samples,
             restarts=settings.restarts,
             step_scale=settings.step_scale,
         )
-        if not (distance(found.numpy(), centers.numpy(), settings.norm) <= batch.sizes).all():
+        moved = distance(points.numpy(), centers.numpy(), settings.norm)
+        if not (moved <= batch.sizes).all():
             raise RuntimeError(f"{batch.attack} left its ball")
-        return found
+        return points, moved
 
 
 class Worker:
@@ -283,29 +271,27 @@ class Worker:
         self._attacker = Attacker(assignment)
         self._assignment, self._settings = assignment, assignment.settings
         self._counter: ClassCounter | None = None
-        self._inspect: Reexecution | None = None
+        self._reexecution: Reexecution | None = None
         counted = assignment.counting
         if assignment.location.is_random:
             self._counter = counting.build_checked_counter(counted).for_purpose("answers")
             self._batch = counted.executed_spec.batch
         else:
             others = array_to_tensor(counted.check_inputs)
-            self._inspect = counted.build_reexecution(counted.model, self._logits, others, "eager")
+            self._reexecution = counted.build_reexecution(
+                counted.model, self._logits, others, "eager"
+            )
 
     def __call__(self, batch: AttackBatch) -> list[dict[str, Any]]:
-        centers = self._attacker.centers(batch)
-        indices, labels = (
-            values[batch.low : batch.high].tolist()
-            for values in (self._assignment.indices, self._assignment.targets)
-        )
+        indices = self._assignment.indices[batch.rows].tolist()
+        labels = self._assignment.targets[batch.rows].tolist()
         targets = torch.tensor(labels)
-        if self._settings.labels == "predicted" and batch.attack != "none":
-            found = self._predict(centers, indices, "targets")[0]
-            targets = torch.where(found == NO_CLASS, targets, found)  # there is no answer to leave
-        points = self._attacker.find_points(batch, targets)
+        if self._settings.labels == "predicted" and batch.attack != tables.NONE:
+            found = self._predict(self._attacker.centers(batch), indices, "targets")[0]
+            targets = torch.where(found == NO_CLASS, targets, found)
+        points, moved = self._attacker.find_points(batch, targets)
         stage = f"predict/{batch.attack}/{float(batch.sizes[0]).hex()}"
         predictions, hits = self._predict(points, indices, stage)
-        moved = distance(points.numpy(), centers.numpy(), self._settings.norm)
         return [
             {
                 "index": index,
@@ -325,17 +311,17 @@ class Worker:
             return self._attacker.classifier.logits(points, None)
 
     def _predict(self, points: Tensor, indices: list[int], stage: str) -> tuple[Tensor, Tensor]:
-        """Return classes and how many draws say the most frequent one, int64 (B,) each.
+        """Return the classes and the number of answers of the most frequent one, int64 (B,) each.
 
-        Deterministic: the largest logit, -1 where the logits are not finite. Randomized, with fresh
-        noise, -1 where it abstains: PREDICT (Cohen et al., ICML 2019) by votes, the class of the
-        largest mean score where the certificates of the same noise speak of that. For the attack's
-        own targets what seems likeliest.
+        A deterministic model answers the largest logit, -1 if the logits are not finite. A
+        randomized one answers with fresh noise, -1 if it abstains: by votes as PREDICT (Cohen et
+        al., ICML 2019), by mean scores the class of the largest. For the stage "targets" it answers
+        the most likely class and never abstains.
         """
         if self._counter is None:
             logits = self._logits(points)
-            if self._inspect is not None:
-                self._inspect(indices[0], stage, 0, points, logits, len(points))
+            if self._reexecution is not None:
+                self._reexecution(indices[0], stage, 0, points, logits, len(points))
             found = predicted_classes(logits)
             return found, (found != NO_CLASS).long()
         n, alpha = self._settings.n, None if stage == "targets" else self._settings.alpha
@@ -360,14 +346,14 @@ _SLOW = 1000.0  # forward passes per second of an honest worker
 
 
 class _AttackItems(WorkItems):
-    """Blocks of attacked inputs. passes: of the model for each input, at most."""
+    """Blocks of attacked inputs. passes: the most passes of the model for each input."""
 
     def __init__(self, *work: Any, passes: int, **more: Any) -> None:
         super().__init__(*work, **more)
         self._passes = passes
 
     def is_small(self, state: JobState) -> bool:
-        """Return whether all that is missing passes the model as often as a small training."""
+        """Return whether the missing blocks need no more passes than a small training."""
         left = sum(self.weight(i) for i in self.items if i not in state.finished_rows)
         return left * self._passes <= SMALL_TRAINING
 
@@ -375,9 +361,9 @@ class _AttackItems(WorkItems):
 class BaseAttackJob(JobSpec):
     """Base of attacks on inputs and of attacks on certificates, as resumable jobs.
 
-    purpose: in the names of random numbers. worker: takes `worker_setup` and then blocks; answers:
-    draws that it makes of the noise at each attacked point; min_draws_per_point: those that it
-    makes at all of them. n0: the draws of another block that it asks for.
+    purpose: in the keys of random numbers. worker: built from `worker_setup`, called with blocks.
+    draws_per_point: the most noise samples that are answered at an attacked point;
+    min_draws_per_point: the fewest. n0: size of a second block that is counted.
     """
 
     kind, metadata_key, is_extensible = job_folder.JobKind("attack", "attacking"), tables.KEY, True
@@ -386,7 +372,7 @@ class BaseAttackJob(JobSpec):
     n0: int | None = None
     draws_per_point: int
     min_draws_per_point: int
-    _each: int  # blocks of an attack
+    _blocks_per_attack: int
 
     def __init__(
         self,
@@ -396,10 +382,9 @@ class BaseAttackJob(JobSpec):
         indices: np.ndarray,
         targets: np.ndarray,
         backend: ClassifierSpec | None = None,
-        votes: bool | None = None,
+        predicts_by_vote: bool | None = None,
     ) -> None:
-        """votes: whether answers are votes of draws or their mean scores; None: as the model's
-        noise asks."""
+        """predicts_by_vote: see `Assignment`; None: as the location of the noise asks."""
         place = find_noise_location(subject.model)
         if settings.sigma is not None:
             place = place.with_input_noise(settings.sigma)
@@ -418,10 +403,12 @@ class BaseAttackJob(JobSpec):
         )  # fmt: skip
         if not place.is_random:
             require_attackable(counted)
-        self._form = backend
+        self._backend = backend
         self.seed, self._data = settings.seed, dataset.name
+        if predicts_by_vote is None:
+            predicts_by_vote = place.predicts_by_vote
         self.assignment = Assignment(
-            counted, place, settings, inputs, indices, targets.astype(np.int64), votes
+            counted, place, settings, inputs, indices, targets.astype(np.int64), predicts_by_vote
         )
 
     def identity(self) -> dict[str, Any]:
@@ -439,7 +426,7 @@ class BaseAttackJob(JobSpec):
     def initial_record(self, output: Path) -> dict[str, Any]:
         it, backend = self.assignment, None
         if it.location.is_random:
-            asked = self._form
+            asked = self._backend
 
             def choose(counting: counting.Assignment) -> ClassifierSpec:  # Ray takes no partial
                 return choose_backend(counting, backend=asked)
@@ -461,8 +448,9 @@ class BaseAttackJob(JobSpec):
         )
         it = self.assignment = replace(it, counting=counted)
         size = it.settings.batch_size(it.inputs[0].size)
-        blocks = self.batches([slice(i, i + size) for i in range(0, len(it.indices), size)])
-        # Ten times the longest honest block.
+        parts = [slice(start, start + size) for start in range(0, len(it.indices), size)]
+        self._blocks_per_attack, blocks = len(parts), self.batches(parts)
+        # Stalled: after ten times the time of the longest block.
         samples = it.settings.samples if it.location.is_random else 1
         passes = 3 * it.settings.steps * it.settings.restarts * samples + self.draws_per_point
         return _AttackItems(
@@ -475,19 +463,22 @@ class BaseAttackJob(JobSpec):
         )
 
     def batches(self, rows: list[slice]) -> dict[Item, AttackBatch]:
-        """Return the blocks of work on these rows of the inputs, by name."""
+        """Return the blocks of work on these parts of the inputs, by name."""
         raise NotImplementedError
 
     def worker_setup(self) -> Any:
         return self.assignment
 
     def whole_attacks(self, state: JobState) -> dict[str, list[Row]]:
-        """Return the rows of each attack, and size, of which every block is there."""
+        """Return the rows of each attack, and size, all of whose blocks are finished."""
         found: dict[str, list[list[Row]]] = {}
         for key, rows in state.finished_rows.items():
             found.setdefault(str(key).rsplit(" rows ", 1)[0], []).append(rows)
-        whole = {name: some for name, some in found.items() if len(some) == self._each}
-        return {name: [row for rows in some for row in rows] for name, some in whole.items()}
+        return {
+            name: [row for rows in blocks for row in rows]
+            for name, blocks in found.items()
+            if len(blocks) == self._blocks_per_attack
+        }
 
 
 class AttackJob(BaseAttackJob):
@@ -497,10 +488,7 @@ class AttackJob(BaseAttackJob):
     sort_columns, purpose, worker = ("attack", "size", "index"), "attack", Worker
 
     def __init__(
-        self,
-        subject: Subject,
-        dataset: NamedDatasetLike,
-        settings: AttackOptions,
+        self, subject: Subject, dataset: NamedDatasetLike, settings: AttackOptions
     ) -> None:
         labels = np.asarray(dataset.labels)
         indices = np.asarray(settings.indices(len(labels)), dtype=np.int64)
@@ -520,18 +508,16 @@ class AttackJob(BaseAttackJob):
         }
 
     def batches(self, rows: list[slice]) -> dict[Item, AttackBatch]:
-        self._each = len(rows)
         count = len(self.assignment.indices)
         return {
-            f"{attack} {size!r} rows {part.start}": AttackBatch.from_rows(
-                attack, part, np.full(count, size)
+            f"{attack} {size!r} rows {part.start}": AttackBatch(
+                attack, part, np.full(count, size)[part]
             )
             for attack, size in self.assignment.settings.attack_sizes
             for part in rows
         }
 
     def finish(self, state: JobState, output: Path) -> list[Row]:
-        """The rows of each attack and size of which every block is there."""
         return [row for rows in self.whole_attacks(state).values() for row in rows]
 
 
@@ -540,42 +526,36 @@ class AttackJob(BaseAttackJob):
 
 @dataclass(frozen=True)
 class _CheckSetup:
-    """certificate: how points are certified. sampler: where the classifier is random then.
-    predicts_by_vote: whether the attacked claim speaks of votes of draws, or of their mean
-    scores."""
+    """All that checkers share. certificate, sampler: the settings and the noise of certificates of
+    attacked points."""
 
     assignment: Assignment
     certificate: Certificate
     sampler: NoiseSampler
-    predicts_by_vote: bool
 
 
 class Checker:
     """Called with a block of certified inputs; returns a JSON row for each attacked point."""
 
     def __init__(self, shared: _CheckSetup) -> None:
-        assignment, again = shared.assignment, shared.certificate
-        self._attacker = Attacker(assignment)
-        self._assignment, self._certificate, self._sampler = assignment, again, shared.sampler
-        self._votes = shared.predicts_by_vote
-        self._counter = counting.build_checked_counter(assignment.counting)
-        self._batch = assignment.counting.executed_spec.batch
+        self._shared, self._assignment = shared, shared.assignment
+        self._attacker = Attacker(self._assignment)
+        self._counter = counting.build_checked_counter(self._assignment.counting)
+        self._batch = self._assignment.counting.executed_spec.batch
 
     def __call__(self, batch: AttackBatch) -> list[Row]:
-        certified = torch.from_numpy(self._assignment.targets[batch.low : batch.high].copy())
-        indices = self._assignment.indices[batch.low : batch.high].tolist()
-        points, centers = (
-            self._attacker.find_points(batch, certified),
-            self._attacker.centers(batch),
-        )
-        moved = distance(points.numpy(), centers.numpy(), self._assignment.settings.norm)
+        certified = torch.from_numpy(self._assignment.targets[batch.rows].copy())
+        indices = self._assignment.indices[batch.rows].tolist()
+        points, moved = self._attacker.find_points(batch, certified)
         counter = self._counter.for_purpose(f"certify/{batch.attack}")
+        certificate, sampler = self._shared.certificate, self._shared.sampler
+        by_vote = self._assignment.predicts_by_vote
         rows = []
         for i, (index, target) in enumerate(zip(indices, certified.tolist(), strict=True)):
-            verdict = self._certificate.certify_other_class(
-                counter, points[i], index, target, self._batch, self._sampler
+            verdict = certificate.certify_other_class(
+                counter, points[i], index, target, self._batch, sampler
             )
-            verdict = self._certificate.verdict_for_classifier(self._votes, verdict, self._sampler)
+            verdict = certificate.verdict_for_classifier(by_vote, verdict, sampler)
             rows.append(
                 {
                     "attack": batch.attack,
@@ -611,36 +591,30 @@ class CertificateCheckJob(BaseAttackJob):
     ) -> None:
         found = table_reader.read(certificates)
         _check_same_origin(found, subject, dataset)
-        found, rows, self._votes = _apply_claim(found, claim)
+        found, rows, by_vote = _apply_claim(found, claim)
         self._found, self._claim = found, claim
         self._submitted = [rows[i] for i in settings.indices(len(rows))]
         self._certified = [row for row in self._submitted if row["prediction"] != ABSTAIN]
         if not self._certified:
             count = len(self._submitted)
             raise UserError(f"{found.path}: none of the {count} chosen inputs is certified")
-        # Our own probe fills in the rest. Attacks count on CPUs.
-        like = replace(
-            read_classifier_spec(found.job_record, found.path), notes=(), check=""
-        ).on_cpu()
-        like.check_memory(dataset.batch(slice(0, 1)).shape[1:], found.path)
+        # The probe of this job fills in the rest. Attacks count on CPUs.
+        executed = read_classifier_spec(found.job_record, found.path)
+        backend = replace(executed, notes=(), check="").on_cpu()
+        backend.check_memory(dataset.batch(slice(0, 1)).shape[1:], found.path)
         norm: Norm = "l2" if found.norm == "l2" else "linf"  # no other passes
         if found.attack_noise is None:
             raise UserError(
                 f"{found.path}: only Gaussian smoothing can be attacked, not {found.noise}"
             )
-        self._certificate, self._sampler = found.certificate_class.recreate(found, norm, like.batch)
-        settings = settings.model_copy(
-            update={"norm": norm, "n": found.n, "sigma": self._certificate.sigma}
-        )
-        self.n0 = self._certificate.n0
-        self.draws_per_point, self.min_draws_per_point = (
-            self._certificate.n0 + self._certificate.n,
-            self._certificate.n0,
-        )
-        super().__init__(
-            subject, dataset, settings, self._column("index"), self._column("prediction"),
-            like, self._votes,
-        )  # fmt: skip
+        certificate, self._sampler = found.certificate_class.recreate(found, norm, backend.batch)
+        self._certificate = certificate
+        own = {"norm": norm, "n": found.n, "sigma": certificate.sigma}
+        settings = settings.model_copy(update=own)
+        self.n0 = self.min_draws_per_point = certificate.n0
+        self.draws_per_point = certificate.n0 + certificate.n
+        indices, targets = self._column("index"), self._column("prediction")
+        super().__init__(subject, dataset, settings, indices, targets, backend, by_vote)
 
     def _column(self, name: str) -> np.ndarray:
         return np.array([row[name] for row in self._certified])
@@ -650,26 +624,27 @@ class CertificateCheckJob(BaseAttackJob):
             "certificates": _digest(self._submitted),
             "again": self._certificate.model_dump(mode="json"),
         }
-        if self._votes != self._found.predicts_by_vote:
-            about[tables.ANSWERS] = tables.VOTES if self._votes else tables.MEAN_SCORES
+        by_vote = self.assignment.predicts_by_vote
+        if by_vote != self._found.predicts_by_vote:
+            about[tables.ANSWERS] = tables.VOTES if by_vote else tables.MEAN_SCORES
         return {**super().identity(), **about, "claim": self._claim}
 
     def batches(self, rows: list[slice]) -> dict[Item, AttackBatch]:
-        radii, self._each = self._column("radius"), len(rows)
+        radii = self._column("radius")
         return {
-            f"{attack} rows {part.start}": AttackBatch.from_rows(attack, part, radii)
+            f"{attack} rows {part.start}": AttackBatch(attack, part, radii[part])
             for attack in self.assignment.settings.attacks
             for part in rows
         }
 
     def initial_record(self, output: Path) -> dict[str, Any]:
-        return super().initial_record(output) | {tables.SUBMITTED: len(self._submitted)}
+        return super().initial_record(output) | {"submitted": len(self._submitted)}
 
     def worker_setup(self) -> _CheckSetup:
-        return _CheckSetup(self.assignment, self._certificate, self._sampler, self._votes)
+        return _CheckSetup(self.assignment, self._certificate, self._sampler)
 
     def finish(self, state: JobState, output: Path) -> list[Row]:
-        # Of all attacks that the folder has: a weaker one does not take back what one found.
+        # All attacks in the folder count, those of earlier calls too.
         whole = self.whole_attacks(state)
         rows = [row for some in whole.values() for row in some]
         found, settings = self._found, self.assignment.settings
@@ -701,11 +676,11 @@ def _check_same_origin(
 ) -> None:
     path, about = certificates.path, certificates.job_record
     if "classifier" not in about or not about.get("settings"):
-        raise UserError(f"{path}: does not say what it was computed from")
+        raise UserError(f"{path}: does not state its settings and its classifier; certify again")
     if about["model"] != subject.digest:
-        raise UserError(f"{path}: certificates of another model than {subject.where}")
+        raise UserError(f"{path}: must be certificates of {subject.where}, got another model's")
     if about["data"] != dataset.fingerprint:
-        raise UserError(f"{path}: certificates of other data than {dataset.name}")
+        raise UserError(f"{path}: must be certificates of {dataset.name}, got other data's")
     if certificates.norm not in NORMS:
         raise UserError(
             f"{path}: only L2 and L-infinity certificates can be attacked, these are "
@@ -716,8 +691,10 @@ def _check_same_origin(
 def _apply_claim(
     certificates: CertificateTable, claim: str | None
 ) -> tuple[CertificateTable, list[dict[str, Any]], bool]:
-    """Return the table and its rows, with another column's sizes and classes for radius and
-    prediction, and whether that column speaks of votes."""
+    """Return the table, its rows and whether the claimed sizes are of the classifier by votes.
+
+    claim: a column of sizes, which replaces radius and prediction of each row; None: none does.
+    """
     rows = certificates.table.to_pylist()
     if claim is None:
         return certificates, rows, certificates.predicts_by_vote
@@ -733,6 +710,6 @@ def _apply_claim(
 
 
 def _digest(rows: list[dict[str, Any]]) -> str:
-    """Return the digest of the certificates' parts that a check depends on."""
+    """Return the digest of the certificates' columns that a check depends on."""
     kept = [[row[name] for name in ("index", "prediction", "radius", "alpha")] for row in rows]
     return hashlib.blake2b(json.dumps(kept).encode(), digest_size=16).hexdigest()

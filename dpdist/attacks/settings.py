@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dpdist.attacks import table as reading
-from dpdist.attacks.table import TABLE, AttackOptions, AttackTable
+from dpdist.attacks.table import AttackOptions, AttackTable
 from dpdist.certification.evaluation import EvaluatedModel, Evaluation
 
 if TYPE_CHECKING:
@@ -16,15 +16,14 @@ if TYPE_CHECKING:
 
 
 class AttackSettings(AttackOptions, Evaluation):
-    """Accuracy of a model under attack, by the options of `dpdist.attacks.table.AttackOptions`."""
+    """Accuracy of a model under attack."""
 
     name: ClassVar[str] = "attack"
-    file: ClassVar[str] = TABLE
+    file: ClassVar[str] = reading.TABLE
     private: ClassVar[bool] = False
 
     @property
     def folder_name(self) -> str:
-        """Return the default folder of the table."""
         parts: list[str] = [self.norm]
         if self.sigma is not None:
             parts.append(f"sigma-{self.sigma:g}")
@@ -56,13 +55,12 @@ class AttackSettings(AttackOptions, Evaluation):
 
 @dataclass(frozen=True)
 class CheckSettings(Evaluation):
-    """Certificates against attacks: no other class may be certified inside a certified radius.
+    """A check of certificates: each is attacked within its radius and certified again there.
 
-    certificates: the table whose certificates are attacked, each within its radius. attack: how;
-    ``start``, ``every`` and ``max_inputs`` choose rows of the table, and norm, sizes, sigma and the
-    draws of an answer are the certificates' own. claim: a column of sizes in a table of expected
-    scores ("as_printed_linf") that is attacked in place of its radius; at attacked points a valid
-    certificate of the classifier that the column speaks of answers
+    certificates: path of their table. attack: the settings of the attacks, of which ``start``,
+    ``every`` and ``max_inputs`` choose rows of the table; norm, sizes, sigma and n are those of the
+    certificates. claim: a column of sizes in a table of expected scores ("as_printed_linf") that is
+    attacked instead of the radius; attacked points are certified for the classifier of that column
     (`CertifiedSizes.predicts_by_vote`).
     """
 
@@ -79,7 +77,7 @@ class CheckSettings(Evaluation):
         return f"check-{self.certificates.parent.name}" + (f"-{self.claim}" if self.claim else "")
 
     def job_spec(self, subject: EvaluatedModel) -> CertificateCheckJob:
-        """Raises UserError for certificates of another model, of other data, or in L1."""
+        """Return the job. Raises UserError if it cannot attack the certificates."""
         from dpdist.attacks.job import CertificateCheckJob
 
         assert subject.subject is not None

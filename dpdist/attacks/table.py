@@ -1,7 +1,7 @@
 """Options of attacks, the table of attacked predictions, its only reader, and its printed lines.
 
-One row per attack, size and input; one canonical file. Checks of certificates are read here as
-well.
+The table has one row per attack, size and input, in one canonical file. Checks of certificates are
+read here as well.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from dpdist.core.console import format_exact, format_percent
 from dpdist.core.fields import (
     ATTACKS,
     Count,
-    CountOrZero,
+    InputSelection,
     Norm,
     OneOrMore,
     Positive,
     Probability,
-    Section,
     Text,
 )
 from dpdist.core.files import ColumnSpec, read_json
@@ -42,29 +41,35 @@ def _check_attack(name: str) -> str:
 
 
 _KnownAttack = Annotated[str, AfterValidator(_check_attack)]
-Labels = Literal["true", "predicted"]
-DEFAULT_SIZES: dict[Norm, tuple[float, ...]] = {
+_DEFAULT_SIZES: dict[Norm, tuple[float, ...]] = {
     "linf": (0.025, 0.05, 0.1, 0.2),
     "l2": (0.25, 0.5, 1.0, 1.5),
 }
 _BLOCK = 100
 _MAX_BLOCK_NUMBERS = 16 * 2**20
+NONE = "none"  # as the name of an attack: the input itself
 
 
-class AttackOptions(Section):
-    """Options of an attack: everything that its results depend on.
+class AttackOptions(InputSelection):
+    """Options of an attack: all settings that its results depend on.
 
-    norm, sizes: "linf" or "l2", sizes in input units; None: ``DEFAULT_SIZES``. attacks: names out
-    of "fgsm", "i-fgsm", "mim", "pgd". steps: of the last three. restarts, step_scale: of PGD
-    (``evasion.attack``).
-    sigma: attack the network smoothed by N(0, sigma^2) input noise; None: the model as it is,
-    with noise of its own if it has some. draws: of the noise for each gradient (EOT).
-    n, alpha: draws of each answer of a randomized classifier and the error of its two-sided test;
-    ABSTAIN where it does not decide.
-    labels: what the attack leads away from: the "true" label, or the class "predicted" without an
-    attack.
-    start, every, max_inputs: as in a certification. batch: inputs attacked at once, which is also
-    the canonical block. seed: None draws a secret one when the attack starts, and stores it.
+    Attributes:
+        norm: Norm of the attacks' sizes.
+        sizes: Sizes of the attacks, in input units; None: the usual ones of the norm.
+        attacks: Names of the attacks.
+        steps: Gradient steps of all attacks but fgsm.
+        restarts: Starting points of PGD, of which the best result counts.
+        step_scale: Length of all steps of PGD together, in units of the size.
+        sigma: Standard deviation of the input noise that smooths the attacked network; None: the
+            model as it is, with its own noise if it has some.
+        samples: Noise samples for each gradient (EOT).
+        n: Noise samples for each answer of a randomized classifier.
+        alpha: Error probability of each such answer; a classifier that is not sure abstains.
+        labels: Whether attacks lead away from the true label or from the class that is predicted
+            without an attack.
+        batch: Inputs attacked at once, which is also the canonical block; None: by their size.
+        seed: Seed of all random numbers; None: a secret seed, drawn at the start and stored with
+            the results.
     """
 
     norm: Norm = "linf"
@@ -77,43 +82,30 @@ class AttackOptions(Section):
     samples: Count = 16
     n: Count = 1000
     alpha: Probability = 0.001
-    labels: Labels = "true"
-    start: CountOrZero = 0
-    every: Count = 1
-    max_inputs: Count | None = None
+    labels: Literal["true", "predicted"] = "true"
     batch: Count | None = None
     seed: Text | None = None
 
     @property
     def attack_sizes(self) -> list[tuple[str, float]]:
-        """(attack, size) of everything asked for; ("none", 0) is the unattacked input."""
-        return [
-            ("none", 0.0),
-            *(
-                (name, size)
-                for size in sorted(set(self.sizes or DEFAULT_SIZES[self.norm]))
-                for name in dict.fromkeys(self.attacks)
-            ),
-        ]
+        """Return each (attack, size) to make, after ("none", 0), which is the input itself."""
+        sizes = sorted(set(self.sizes or _DEFAULT_SIZES[self.norm]))
+        names = dict.fromkeys(self.attacks)
+        return [(NONE, 0.0), *((name, size) for size in sizes for name in names)]
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return the settings that a result depends on beside its own attack and size.
+        """Return the settings that a result depends on in addition to its own attack and size.
 
-        More attacks and sizes may be added.
+        A folder of results may be extended by more attacks and sizes.
         """
         return self.model_dump(exclude={"attacks", "sizes", "seed"})
 
     def batch_size(self, numbers_per_input: int) -> int:
-        """Inputs attacked at once."""
+        """Return the number of inputs that are attacked at once."""
         if self.batch is not None:
             return self.batch
         return max(1, min(_BLOCK, _MAX_BLOCK_NUMBERS // (numbers_per_input * self.samples)))
-
-    def indices(self, count: int) -> range:
-        """Return the indices of the attacked inputs of a data set of ``count``."""
-        chosen = range(self.start, count, self.every)
-        return chosen if self.max_inputs is None else chosen[: self.max_inputs]
 
 
 # --- the table --------------------------------------------------------------------------------
@@ -122,10 +114,10 @@ class AttackOptions(Section):
 TABLE = "attacks.parquet"
 CHECK_TABLE = "check.parquet"
 KEY = b"dpdist.attacks"
-# What a table says of how the attacked classifier answers; by votes where it says nothing.
+# The entry of a table's record that states how the attacked classifier answers; default: by votes.
 ANSWERS, MEAN_SCORES, VOTES = "answers", "mean scores", "votes"
 
-# The kind and the least of each column.
+# Type and least value of each column.
 COLUMNS: dict[str, ColumnSpec] = {
     "attack": (str, None), "size": (float, 0), "index": (int, 0), "label": (int, 0),
     "distance": (float, 0), "prediction": (int, -1), "hits": (int, 0), "n": (int, 0),
@@ -137,9 +129,6 @@ CHECK_COLUMNS: dict[str, ColumnSpec] = {
     "n": (int, 0), "p_lower": (float, 0), "contradiction": (bool, None),
 }  # fmt: skip
 CHECK_SCHEMA = job_folder.schema_of(CHECK_COLUMNS)
-# What the table of a check says of the certificates: how many were submitted to certification, and
-# whether each had noise of its own.
-SUBMITTED = "submitted"
 
 
 def read_job_record(table: pa.Table) -> dict[str, Any]:
@@ -155,10 +144,11 @@ LEVEL = 0.001
 
 @dataclass(frozen=True)
 class Plausibility:
-    """A test of whether so many contradictions can be chance.
+    """A test of whether a number of contradictions can be chance.
 
-    allowed: the largest count that is plausible. p_value: probability of so many or more among
-    ``inputs`` if every certificate holds its alpha; ``error`` bounds the probability of each.
+    allowed: the largest plausible count. p_value: probability of at least this count among
+    ``inputs`` if every certificate's error is at most its alpha; ``error`` bounds the probability
+    of each contradiction.
     """
 
     contradictions: int
@@ -175,17 +165,15 @@ class Plausibility:
 
 
 def assess_plausibility(
-    contradictions: int,
-    inputs: int,
-    alpha: float,
-    points: int,
+    contradictions: int, inputs: int, alpha: float, points: int
 ) -> Plausibility:
-    """Compare a count of contradictions with what the certificates' own error allows.
+    """Return the comparison of a count of contradictions with what the certificates' error allows.
 
-    inputs: submitted to certification, certified or not. points: attacked points certified again
-    per input. Each input has noise of its own, so the count is at most binomial, stochastically.
+    inputs: number submitted to certification, certified or not. points: attacked points certified
+    again per input. The noise of inputs is independent, so a binomial distribution bounds the
+    count.
     """
-    from scipy import stats  # which a report without checks does not wait for
+    from scipy import stats  # a report without checks need not load it
 
     error = min(1.0, (1 + points) * alpha)
     counts = np.arange(inputs + 1)
@@ -200,19 +188,16 @@ def assess_plausibility(
 # --- the reader -------------------------------------------------------------------------------
 
 
-NONE = "none"
 VERDICT = "check.json"
 
 
 @dataclass(frozen=True)
 class OutcomeShares:
-    """Shares of the inputs that are answered rightly, not answered, answered with another class.
+    """Fractions of the inputs with a correct answer, without an answer and with an incorrect one.
 
-    Together they are 1.
-
-    Only the last refutes anything: a randomized classifier that abstains has not decided between
-    two classes, and its most likely one may be the right one. So what a model withstands is at most
-    right + abstained, but for the error of each answer.
+    Only an incorrect answer is a success of the attack: a randomized classifier that abstains has
+    not decided between two classes, and its most likely one may be correct. So a model's accuracy
+    under attack is at most correct + abstained, except for the error of each answer.
     """
 
     correct: float
@@ -227,9 +212,10 @@ class OutcomeShares:
 class AttackTable:
     """One evaluation under attack. Arrays of equal length, one entry per attack, size and input.
 
-    noise_kind: the kind of the place where the attacked classifier is random; sigma: of its input
-    noise, or None. dimension: coordinates of one input. model, data: what names both.
-    predicts_by_vote: whether the classifier answered by votes of draws, or by their mean scores.
+    noise_kind: where the attacked classifier is random; sigma: standard deviation of its input
+    noise, or None. dimension: number of values in one input. model, data: hashes of both.
+    predicts_by_vote: whether the classifier answered by votes of noise samples, not by their mean
+    scores.
     """
 
     path: Path
@@ -268,9 +254,9 @@ class AttackTable:
         return len(np.unique(self.index))
 
     def outcome_shares(self, attack: str, size: float) -> OutcomeShares:
-        """Return the shares of answers under one attack.
+        """Return the fractions of answers under one attack.
 
-        Raises ValueError where the attack was not made.
+        Raises ValueError if the table does not have this attack and size.
         """
         here = (self.attack == attack) & (self.size == size)
         if not here.any():
@@ -278,7 +264,7 @@ class AttackTable:
         return self._outcome_shares(here)
 
     def worst(self, size: float) -> OutcomeShares:
-        """Under all attacks of this size: right under each, wrong under one at least."""
+        """Return the fractions under all attacks of a size: incorrect if any attack succeeds."""
         return self._outcome_shares((self.size == size) & (self.attack != NONE))
 
     def has(self, attack: str, size: float) -> bool:
@@ -289,17 +275,17 @@ class AttackTable:
         wrong = set(self.index[other & (self.prediction != ABSTAIN)].tolist())
         abstained = set(self.index[other].tolist()) - wrong
         every = set(self.index[here].tolist())
-        right = every - wrong - abstained
-        return OutcomeShares(*(len(some) / len(every) for some in (right, abstained, wrong)))
+        correct = every - wrong - abstained
+        return OutcomeShares(*(len(some) / len(every) for some in (correct, abstained, wrong)))
 
     @property
     def description(self) -> str:
         """Return the attacked classifier in words."""
         words = self.location_class.describe_classifier(self.sigma)
+        if not self.location_class.is_random:
+            return words
         by = "" if self.predicts_by_vote else f" by their {MEAN_SCORES}"
-        return (
-            f"{words}: {self.n:,} draws per answer{by}" if self.location_class.is_random else words
-        )
+        return f"{words}: {self.n:,} draws per answer{by}"
 
     @property
     def location_class(self) -> type[NoiseLocation]:
@@ -307,32 +293,31 @@ class AttackTable:
 
     @property
     def certificate_noise(self) -> tuple[str, float | None]:
-        """Return the noise that a certificate of the same classifier states."""
+        """Return the noise that a certificate of the same classifier has: its location, sigma."""
         return self.location_class.certified_kind, self.sigma
 
 
 def read_attack(path: Path) -> AttackTable:
-    """One attacks.parquet. Raises UserError when it is none, or not of its settings."""
+    """Return the table in one attacks.parquet. Raises UserError if it is damaged."""
     columns = job_folder.read_table(path, COLUMNS, KEY)
-    said = read_job_record(columns)
-    settings, noise = said["settings"], said["noise"]
-    table = AttackTable(
+    record = read_job_record(columns)
+    settings, noise = record["settings"], record["noise"]
+    return AttackTable(
         path=path,
         noise_kind=noise["kind"],
         sigma=noise.get("sigma"),
         **{name: settings[name] for name in ("norm", "steps", "restarts", "samples", "n", "alpha")},
-        model=said["model"],
-        data=said["data"],
-        dimension=math.prod(said["input_shape"]),
-        predicts_by_vote=said.get(ANSWERS, VOTES) == VOTES,
+        model=record["model"],
+        data=record["data"],
+        dimension=math.prod(record["input_shape"]),
+        predicts_by_vote=record.get(ANSWERS, VOTES) == VOTES,
         attack=np.array(columns["attack"].to_pylist()),
         **{name: columns[name].to_numpy() for name in ("size", "index", "label", "prediction")},
     )
-    return table
 
 
 def read_check(path: Path) -> dict[str, Any]:
-    """Return one check.json, with the hash of its model. Raises UserError where it is damaged."""
+    """Return one check.json and the hash of its model. Raises UserError if it is damaged."""
     table = job_folder.read_table(path.with_name(CHECK_TABLE), CHECK_COLUMNS, KEY)
     model = read_job_record(table)["model"]
     return {**read_json(path), "name": path.parent.name, "model": model, "path": path}
@@ -340,24 +325,21 @@ def read_check(path: Path) -> dict[str, Any]:
 
 def attack_line(table: AttackTable) -> str:
     """Return the outcome at each size in one line."""
-    at = "; ".join(
-        f"{_worst_case_text(table, size)} at {format_exact(size)}" for size in table.sizes
-    )
+    parts = []
+    for size in table.sizes:
+        shares = table.worst(size)
+        correct, abstained, incorrect = shares.percent()
+        # A network without noise abstains if its logits are not finite.
+        shown = table.location_class.is_random or shares.abstained
+        undecided = f", {abstained} % abstained" if shown else ""
+        at = format_exact(size)
+        parts.append(f"{correct} % correct{undecided}, {incorrect} % incorrect at {at}")
     scope = f"{table.norm}, {', '.join(table.attacks)}, {table.inputs:,} inputs"
-    return f"{at} ({scope}; {table.description})"
-
-
-def _worst_case_text(table: AttackTable, size: float) -> str:
-    right, abstained, wrong = table.worst(size).percent()
-    undecided = ""
-    # the network itself: no finite logits
-    if table.location_class.is_random or table.worst(size).abstained:
-        undecided = f", {abstained} % abstained"
-    return f"{right} % correct{undecided}, {wrong} % incorrect"
+    return f"{'; '.join(parts)} ({scope}; {table.description})"
 
 
 def check_line(check: dict[str, Any]) -> str:
-    """A check of certificates in one line."""
+    """Return a check of certificates in one line."""
     verdict = "plausible" if check["plausible"] else "IMPLAUSIBLE: these certificates do not hold"
     return (
         f"{check['contradictions']} of {check['certified']:,} certified inputs contradicted; "

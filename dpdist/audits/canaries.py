@@ -1,30 +1,30 @@
 """Audits of trainings with canaries: many canaries in one run, or many runs with one.
 
-One training: the coins are independent of everything else, and each moves the run by no more than
-one record does. So the number of right guesses bounds the guarantees that the run can satisfy: by
-counting, without any assumption, and by trade-off curves (`dpdist.privacy.audit_bounds`). The
-plan's own curve is tested as it stands; epsilon is that of the plan with as much more noise as is
-still rejected.
+One training: the coins are independent of everything else, and each affects the run by no more
+than one record does. So the number of correct guesses bounds the guarantees that the run can
+satisfy: by counting, without any assumption, and by trade-off curves
+(`dpdist.privacy.audit_bounds`). The plan's own curve is tested; epsilon is that of the plan with
+the most noise that is still rejected.
 
-Many runs: trained anew again and again, with a canary and without. Independent trainings give
-Clopper-Pearson bounds without any assumption, as the residual perturbation paper measures its
-empirical epsilon (Jagielski, Ullman and Oprea 2020). Those bounds test the plan's own trade-off
-curve; epsilon is that of the plan with as much more noise as is still rejected, beside the one
-that counts alone give. Trainings are vectorized (`dpdist.audits.trainings` says which parts of a
-run they share) and done in chunks on the actor pool, journalled: an interrupted audit continues.
+Many runs: trainings with a canary and without. Independent trainings give Clopper-Pearson bounds
+without any assumption, as the residual perturbation paper measures its empirical epsilon
+(Jagielski, Ullman and Oprea 2020). Those bounds test the plan's own trade-off curve; epsilon is
+that of the plan with the most noise that is still rejected. The epsilon by counts only is reported
+too. Trainings are vectorized (`dpdist.audits.trainings` lists the parts that they share with a run)
+and run in journaled chunks on the actor pool: an interrupted audit continues.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dpdist.audits.target import Target, target_of_recipe
+from dpdist.audits.target import ProgressCallback, Target, target_of_recipe
 from dpdist.config.sections import AuditOptions, CanaryAudit, ManyRunsAudit
 from dpdist.core.errors import UserError
 from dpdist.core.files import make_private_folder
@@ -55,15 +55,15 @@ if TYPE_CHECKING:
 _RIDGE = 1e-3  # of a mean square: below it gradients differ by rounding
 _BATCH = 1000
 _DRAWS, _SEED = 16, "canaries"  # of the noise that a model carries
-_LATER = {"view", "exploratory"}  # what may be chosen after the training
+_LATER = {"view", "exploratory"}  # options that may be chosen after the training
 
 
 def audit_canaries(
-    options: CanaryAudit, target: Target, output: Path, report_progress: Callable[[int, int], None]
+    options: CanaryAudit, target: Target, output: Path, report_progress: ProgressCallback
 ) -> AuditFinding:
-    """Return the audit of a run trained with canaries.
+    """Return the audit of a run that was trained with canaries.
 
-    Raises UserError for another run, and for a request that had to be fixed before the training.
+    Raises UserError for other runs, and for options that had to be fixed before the training.
     """
     folder = _check_planted_canaries(options, target)
     from dpdist.training.canaries import draw_coins
@@ -103,8 +103,11 @@ def audit_canaries(
 
 
 def audited_recipe(recipe: Recipe, options: AuditOptions, context: str) -> Recipe:
-    """The recipe of the run that is trained for this audit: another run's name, unless the recipe
-    itself asks for the audit. Raises UserError where it would have no target."""
+    """Return the recipe of the run that is trained for this audit.
+
+    It has a different run's name, unless the recipe itself asks for the audit. Raises UserError if
+    it cannot be audited.
+    """
     raw = recipe.model_dump(mode="json")
     if recipe.audit != options:
         raw["name"] = f"{recipe.name}-{options.kind}"
@@ -120,7 +123,7 @@ def _check_planted_canaries(options: CanaryAudit, target: Target) -> RunFolder:
         recipe = "RECIPE" if target.folder is None else target.folder.recipe_file
         raise UserError(
             f"{target.recipe.name}: was trained without canaries; `dpdist audit {recipe} --kind "
-            f"{options.kind}` trains it anew with them, as {target.recipe.name}-{options.kind}",
+            f"{options.kind}` trains it again with them, as {target.recipe.name}-{options.kind}",
             see="how-to/canaries.md#audit-one-training-by-canaries",
         )
     changed = [
@@ -139,17 +142,17 @@ def _check_planted_canaries(options: CanaryAudit, target: Target) -> RunFolder:
         and not options.exploratory
     ):
         raise UserError(
-            "audit.view: another than the recipe's makes two audits of one run; audits: 2 had to "
-            "be said before the training, else the second one is exploratory"
+            "audit.view: must be the recipe's, since a second view is a second audit of the run: "
+            "set audits: 2 before the training, or exploratory: true"
         )
     return target.folder
 
 
-# --- what the adversary saw: scores (m,), larger where a canary seems to be in
+# --- scores (m,) of the adversary, larger if a canary seems to be in
 
 
 def _scores_of_every_step(folder: RunFolder) -> np.ndarray:
-    """Return the scores that the training's workers computed of every noisy sum."""
+    """Return the scores that the training's workers computed from every noisy sum."""
     from dpdist.training import checkpoint
     from dpdist.training.canaries import SLOT
 
@@ -160,10 +163,10 @@ def _scores_of_every_step(folder: RunFolder) -> np.ndarray:
 
 
 def _scores_of_final_model(options: CanaryAudit, recipe: Recipe, folder: RunFolder) -> np.ndarray:
-    """Return scores of the trained model beside the public one before the first step.
+    """Return the scores of the trained model compared with the public one before the first step.
 
-    They are: how far it moved along a canary's gradient, how much likelier it finds a canary's
-    label, or toward which of its two labels hidden layers moved.
+    A score is how far the model moved along a canary's gradient, how much more likely it finds a
+    canary's label, or toward which of its two labels hidden layers moved.
     """
     import torch
 
@@ -191,7 +194,7 @@ def _scores_of_final_model(options: CanaryAudit, recipe: Recipe, folder: RunFold
 
 
 def _flat_parameters(recipe: Recipe, model: nn.Module) -> Tensor:
-    """The trained parameters, in the order of the gradient's coordinates: float64 (size,)."""
+    """Return the trained parameters in the order of the gradient's coordinates: float64 (size,)."""
     import torch
 
     from dpdist.training.model_setup import build_engine
@@ -205,12 +208,10 @@ def _movement_toward_first_label(
 ) -> np.ndarray:
     """Return how much hidden weights moved toward label 0 of each input, and not 1: (m,).
 
-    By least squares on the gradients of the difference of the two logits. others: the records
-    by their labels, which the adversary knows; the part by which their means move any logit is
-    left out.
-
-    Methods put noise of their own on the first layer and on the last one's labels, but a label
-    reaches what is between them as well.
+    By least squares on the gradients of the difference of the two logits. others: the records by
+    their labels, which the adversary knows; the directions in which their mean logits change are
+    projected out. Methods put their own noise on the first layer and on the last one's labels, but
+    a label also affects the layers between them.
     """
     import torch
 
@@ -242,7 +243,7 @@ def _movement_toward_first_label(
 
 
 def _log_likelihood(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
-    """Log probability of the labels, the mean over the model's own noise if it has any: (m,)."""
+    """Return log probabilities of labels, averaged over the model's own noise if any: (m,)."""
     import torch
 
     from dpdist.certification.worker import expected_log_scores
@@ -265,14 +266,16 @@ def _log_likelihood(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
 # --- many trainings with one canary -----------------------------------------------------------
 
 
-ProgressCallback = Callable[[int, int], None]
 _PILOT = 20_000  # expected scores of either kind
 
 
 def audit_many_runs(
     options: ManyRunsAudit, target: Target, output: Path, report_progress: ProgressCallback
 ) -> AuditFinding:
-    """Raises UserError for a method whose step is more than clipped gradients and noise."""
+    """Return the audit of many trainings with and without one canary.
+
+    Raises UserError for a method whose step is more than clipped gradients and noise.
+    """
     from dpdist.audits.trainings import ManyRunsJob
     from dpdist.cluster.executor import open_executor
     from dpdist.cluster.resumable_job import run_job
@@ -286,13 +289,11 @@ def audit_many_runs(
 
 
 def evaluate_trials(options: ManyRunsAudit, target: Target, trials: CanaryScores) -> AuditFinding:
-    """Return the audit of such trainings.
+    """Return the audit of finished trainings.
 
-    Two statements share alpha: by counts alone, and by the plan's trade-off curve, whose
-    threshold is another one.
-
-    Where the adversary sees every step the plan says what scores to expect, and fixes thresholds
-    before the first training; else half of the trainings do.
+    Two statements share alpha: one by counts only, one by the plan's trade-off curve, with a
+    different threshold. If the adversary sees every step, the expected scores under the plan fix
+    the thresholds before the first training; otherwise half of the trainings do.
     """
     plan, size = target.plan, options.copies
     alpha = bonferroni_alpha(options.alpha, options.audits)
@@ -338,8 +339,10 @@ def evaluate_trials(options: ManyRunsAudit, target: Target, trials: CanaryScores
 
 
 def simulate_trials(plan: PrivacyPlan, copies: int) -> CanaryScores:
-    """Scores of many trainings with so many copies of a gradient canary, and as many without it, if
-    every sum is what the plan says: public, and the same for everybody."""
+    """Return scores of simulated trainings, half of them with copies of a gradient canary.
+
+    Every sum is distributed as the plan says. The simulation is public, and the same each time.
+    """
     rng, present = np.random.default_rng(0), np.arange(2 * _PILOT) % 2 == 1
     scores = np.zeros(len(present))
     for step in range(plan.steps):

@@ -2,28 +2,27 @@
 
 * `canaries`: a record for each coordinate, each in or out by a fair coin, full batches. Too little
   noise, a wrong clip or a record that counts twice moves its coordinate too far.
-* `neighbor`: a record beside another one, `crowd`: beside many equal ones. It may move its own
-  coordinate only: not the others' (a statistic of the batch), not the size of the noise (a
-  divisor).
-* `witness`: canaries in one worker's share, at a rate of a half; at the same places of another
-  one's lie witnesses, which must not tell whether a canary joined.
+* `neighbor`: a record next to a second one, `crowd`: next to many equal ones. It may only move its
+  own coordinate, not the others' (a statistic of the batch), nor the size of the noise (a divisor).
+* `witness`: canaries in one worker's shard, at a rate of a half. Witnesses at the same positions of
+  a second worker's shard must not reveal whether a canary joined.
 * `alone`: a canary without any other record: an empty batch is a step like any other.
 
-`canaries` has the run's own noise, with as many copies of each record as it takes to be seen under
-it (by group privacy their bound is divided). The other scenarios are about structure: each has the
-noise under which its faults are soonest seen. Where a user is the unit, every record above is a
-user, of one record more than count in a step. Coordinates of one release are taken as trials of
-their own in `canaries` and `witness`. Under the plan their noise and coins are independent; that
-the pieces execute the plan is the tested statement.
+`canaries` has the run's own noise, with enough copies of each record to be detected under it (by
+group privacy their bound is divided). The other scenarios test the structure of a step, each with
+the noise under which its faults are detected soonest. If a user is the unit, every record above is
+a user, with one record more than count in a step. Coordinates of one release count as separate
+trials in `canaries` and `witness`: under the plan their noise and coins are independent, and the
+tested hypothesis is that the step executes the plan.
 
-Any training step, one's own or another library's, is audited through three functions:
+Any training step, your own or a different library's, is audited through three functions:
 
     step = AuditedStep(release, score, curve)
     found = audit_step(step, releases=1000, alpha=0.05)
 
 `release(included, key)` does one step on one of two neighboring data sets, with the canary or
-without, and returns the adversary's view: an array, or None where nothing was released. All its
-randomness must follow from `key`. `score(seen)` is one number or several: several are weighed by a
+without, and returns the adversary's view: an array, or None if nothing was released. All its
+randomness must follow from `key`. `score(seen)` is one number or several, which are combined by a
 likelihood ratio that is fitted on other releases. `curve` is the promised trade-off curve, from
 ``dpdist.privacy.audit_bounds``.
 """
@@ -40,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from dpdist.audits.target import Target
+from dpdist.audits.target import ProgressCallback, Target
 from dpdist.config.sections import MechanismAudit
 from dpdist.core.errors import UserError
 from dpdist.privacy import audit_bounds
@@ -62,14 +61,14 @@ if TYPE_CHECKING:
 # --- any other step ---------------------------------------------------------------------------
 
 
-_FITTED = 0.5  # the share of the releases that fixes a score of several numbers, and its threshold
-_FIXED = 0.1  # and the threshold alone
+_FITTED = 0.5  # fraction of the releases that fixes a score of several numbers and its threshold
+_FIXED = 0.1  # fraction that fixes the threshold of a score of one number
 _NOTHING = -1e3  # the score of no release
 
 
 @dataclass(frozen=True)
 class AuditedStep:
-    """A step to be audited; see above."""
+    """A step to be audited; the module's docstring describes its three functions."""
 
     release: Callable[[bool, int], Any]
     score: Callable[[Any], ArrayLike]
@@ -78,8 +77,11 @@ class AuditedStep:
 
 @dataclass(frozen=True)
 class StepAuditResult:
-    """counts: of the releases that fixed nothing. rejected: whether the step breaks its promise,
-    at confidence 1 - alpha."""
+    """The result of an audit of a step.
+
+    counts: of the releases that did not fix score or threshold. rejected: whether the step breaks
+    its promise, at confidence 1 - alpha.
+    """
 
     counts: ThresholdCounts
     rejected: bool
@@ -87,11 +89,12 @@ class StepAuditResult:
 
 def audit_step(
     step: AuditedStep, releases: int, alpha: float = 0.05, seed: int = 0,
-    report_progress: Callable[[int, int], None] = lambda done, total: None,
+    report_progress: ProgressCallback = lambda done, total: None,
 ) -> StepAuditResult:  # fmt: skip
-    """So many releases with the canary and as many without, all under keys of their own.
+    """Return the audit of a step, from a number of releases with the canary and as many without.
 
-    The promise is wrongly found broken with probability at most alpha, whatever the score is.
+    Each release has its own key. A valid promise is rejected with probability at most alpha,
+    whatever the score is.
     """
     keys = np.random.default_rng([seed, releases]).permutation(2 * releases).tolist()
     seen = []
@@ -126,7 +129,7 @@ def _filled(scores: list[Array | None]) -> Array:
 
 
 def _fit_likelihood_ratio(inside: Array, outside: Array) -> Callable[[Array], Array]:
-    """The log likelihood ratio of two Gaussians fitted to features (n, k)."""
+    """Return the log likelihood ratio of two Gaussians fitted to features (n, k)."""
     pooled = np.concatenate([inside, outside])
     middle, scale = pooled.mean(0), pooled.std(0) + 1e-9
     fitted = []
@@ -150,28 +153,27 @@ def _fit_likelihood_ratio(inside: Array, outside: Array) -> Callable[[Array], Ar
 # --- scenarios of dpdist's own step -----------------------------------------------------------
 
 
-ProgressCallback = Callable[[int, int], None]
 HarnessFactory = Callable[[StepPlan], "StepHarness"]
 SCENARIOS = ("canaries", "neighbor", "crowd", "witness", "alone")
 _BY_COIN = ("canaries", "witness")  # many canaries a release, each by its own coin
 _RATE = 0.5
 _CROWD = 32
-_STRUCTURE, _SAMPLING = 1.0, 0.25  # noise of the scenes
-_PER_PAIR = 50  # releases of `canaries` for each of the scenes with one canary
+_STRUCTURE, _SAMPLING = 1.0, 0.25  # noise of the scenarios
+_PER_PAIR = 50  # releases of `canaries` for each release of the scenarios with one canary
 _MOST_COPIES = 64
-_MOST_MEMBERS = 4  # records of a canary user that count: each takes a pass of its own
+_MOST_MEMBERS = 4  # records of a canary user that count: each takes a separate pass
 
 
 @dataclass(frozen=True)
 class ScenarioResults:
-    """The findings of each scene. Only `canaries` measures the noise."""
+    """The audits of all scenarios. Only `canaries` measures the noise."""
 
     audits: dict[str, StepAuditResult]
     copies: int
 
     @property
     def rejected_scenarios(self) -> list[str]:
-        """The scenes in which the pieces broke the plan."""
+        """Return the scenarios in which the step broke the plan."""
         return [name for name, audit in self.audits.items() if audit.rejected]
 
     @property
@@ -185,8 +187,11 @@ def run_scenarios(
     clip_norm: float = 1.0, report_progress: ProgressCallback = lambda done, total: None,
     scenarios: Sequence[str] = SCENARIOS,
 ) -> ScenarioResults:  # fmt: skip
-    """Scenes, all of which share alpha. build_harness: makes them for a step. releases: of canaries
-    with, and as many without. scenarios: only these."""
+    """Return the audits of all scenarios, which share alpha.
+
+    build_harness: returns the harness of a step. releases: number of releases with canaries, and as
+    many without. scenarios: run only these.
+    """
     from dpdist.audits.step_harness import WIDTH
 
     each = bonferroni_alpha(alpha, len(SCENARIOS))
@@ -232,7 +237,7 @@ def run_scenarios(
 
 
 def _along(release: np.ndarray) -> np.ndarray:
-    """A release along each record's gradient, in units of the clip."""
+    """Return a release along each record's gradient, in units of the clip."""
     result: np.ndarray = release.sum(0) / math.sqrt(2)
     return result
 
@@ -255,7 +260,7 @@ def _canaries(
             along[place] = _along(seen)
         report_progress(place + 1, rounds)
     curve = audit_bounds.gaussian_tradeoff(copies / harness.step_plan.noise_multiplier)
-    # Half way: the plan says where a Gaussian is told apart best, so no release need be spent.
+    # Half way: under the plan this threshold is best, so no release is needed to find one.
     middle, inside, outside = copies / 2, along[coins], along[~coins]
     hits, false = int((inside > middle).sum()), int((outside > middle).sum())
     counts = ThresholdCounts(hits, len(inside), false, len(outside), alpha, middle)
@@ -263,7 +268,7 @@ def _canaries(
 
 
 def _influence(release: np.ndarray) -> np.ndarray:
-    """The canary's coordinate, the others', and the size of the noise where there is nothing."""
+    """Return the canary's coordinate, the others', and the size of the noise elsewhere."""
     along = _along(release)
     return np.array([along[1], along[0], np.log(np.mean(release[:, 2:] ** 2) + 1e-30) / 2])
 
@@ -275,8 +280,11 @@ def _own(release: np.ndarray) -> np.ndarray:
 def _witness(
     harness: StepHarness, rounds: int, alpha: float, seed: int, report_progress: ProgressCallback
 ) -> StepAuditResult:
-    """Record i is the witness of record i + WIDTH / 2, whose place is the same in the second of two
-    shares. A canary that is out leaves a record without gradient, so that no place moves."""
+    """Return the audit of canaries in one worker's shard, with witnesses in a second shard.
+
+    Record i is the witness of record i + WIDTH / 2, which has the same position in the second
+    shard. A canary that is out is replaced by a record without gradient, so that positions stay.
+    """
     from dpdist.audits.step_harness import WIDTH
 
     half = WIDTH // 2
@@ -294,7 +302,7 @@ def _witness(
 
 
 def _shared_coin_ratio(canary: np.ndarray, witness: np.ndarray) -> np.ndarray:
-    """The log likelihood ratio if canary and witness joined by one coin."""
+    """Return the log likelihood ratio of canary and witness joining by one coin."""
 
     def log_density(a: float, b: float) -> np.ndarray:
         return -((canary - a) ** 2 + (witness - b) ** 2) / (2 * _SAMPLING**2)
@@ -328,17 +336,17 @@ def failed_replays(build_harness: HarnessFactory) -> dict[str, bool]:
 
 
 def _noise(target: Target) -> float:
-    """The noise multiplier of a step. Raises UserError where there is none to be audited."""
+    """Return the noise multiplier of a step. Raises UserError if there is nothing to audit."""
     noise = target.plan.step(0).noise_multiplier if target.plan.steps else 0.0
     if not noise:
         raise UserError(
-            f"{target.recipe.name}: its steps add no noise, so their mechanism promises nothing "
-            "that releases could break"
+            f"{target.recipe.name}: nothing to audit: its steps add no noise, so their mechanism "
+            "has no guarantee"
         )
     if not target.recipe.method.capabilities.takes_gradient_steps:
         raise UserError(
-            f"{target.recipe.name}: method {target.recipe.method.name} releases no sums of clipped "
-            "gradients, which are what this audit drives"
+            f"{target.recipe.name}: method {target.recipe.method.name} is not supported: this "
+            "audit is of sums of clipped gradients, which it does not release"
         )
     return noise
 
@@ -354,7 +362,7 @@ def _describe_counts(counts: audit_bounds.ThresholdCounts) -> dict[str, int]:
 def audit_mechanism(
     options: MechanismAudit, target: Target, output: Path, report_progress: ProgressCallback
 ) -> AuditFinding:
-    """The mechanism of a recipe or a run. Raises UserError where it adds no noise."""
+    """Return the audit of a recipe's or run's mechanism. Raises UserError if it adds no noise."""
     from dpdist.audits.step_harness import StepHarness
     from dpdist.gradients.clipping import make_clipping
     from dpdist.randomness.keys import derive_key

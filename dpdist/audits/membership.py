@@ -19,7 +19,7 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe
 
 if TYPE_CHECKING:
-    from dpdist.audits.trainings import ShadowBankJob, ShadowSetup
+    from dpdist.audits.trainings import ShadowBankJob
 
 _Passes = Annotated[Count, Field(le=100_000)]
 
@@ -27,10 +27,11 @@ _Passes = Annotated[Count, Field(le=100_000)]
 class Membership(Section, Evaluation):
     """A bank of shadow models of a recipe.
 
-    game: who is in which model. models: how many. passes: of a model with noise of its own, over
-    how many means are taken; one pass is scored as well. population: test records, scored beside
-    the training records. seed: of coins, trainings and noise (64 hex digits); None draws a secret
-    one. With a given seed the split is nobody's secret, and no guarantee bounds an attack.
+    game: assignment of records to models. models: their number. passes: numbers of passes over
+    which the scores of a model with its own noise are averaged, in addition to one pass.
+    population: test records that are scored like the training records. seed: of coins, trainings
+    and noise (64 hex digits); None draws a secret one. With a given seed the assignment is known,
+    and no guarantee bounds an attack.
     """
 
     game: Literal["coins", "halves", "quarters"] = "coins"
@@ -55,11 +56,10 @@ class Membership(Section, Evaluation):
         return GAMES[self.game](self.models)
 
     def job_spec(self, subject: EvaluatedModel) -> ShadowBankJob:
-        """Raises UserError for a recipe whose shadows cannot be trained."""
-        from dpdist.audits.trainings import ShadowBankJob
+        """Return the job. Raises UserError for a recipe whose shadows cannot be trained."""
+        from dpdist.audits.trainings import ShadowBankJob, ShadowSetup
 
         recipe, records = subject.recipe, subject.load_training_data()
-        shadow = self.plan_shadows(recipe, len(records))
         wanted = {
             "data": records.fingerprint,
             "population": subject.test_data.fingerprint,
@@ -73,22 +73,16 @@ class Membership(Section, Evaluation):
             },
         }
 
-        def share(seed: str) -> ShadowSetup:
-            from dpdist.audits.trainings import ShadowSetup
-
-            recipes, plans = zip(*shadow, strict=True)
-            passes = tuple(sorted({1, *self.passes}))
-            return ShadowSetup(
-                self.game_rules, bytes.fromhex(seed), recipes, plans, passes, self.population
-            )
-
-        return ShadowBankJob(wanted, self.seed, share)
+        recipes, plans = zip(*self.plan_shadows(recipe, len(records)), strict=True)
+        passes = tuple(sorted({1, *self.passes}))
+        setup = ShadowSetup(self.game_rules, b"", recipes, plans, passes, self.population)
+        return ShadowBankJob(wanted, self.seed, setup)
 
     def plan_shadows(self, recipe: Recipe, records: int) -> list[tuple[Recipe, PrivacyPlan]]:
-        """Recipe and plan of the recipe's own models, then of plain ones. Raises UserError.
+        """Return recipe and plan of the recipe's own models, then of plain ones. Raises UserError.
 
-        A shadow is trained as the recipe says on fewer records. With coins their number is drawn:
-        rate, divisor and steps follow from the expected one, as with privacy.nominal_records.
+        A shadow is trained like the recipe on fewer records. With coins their number is random:
+        rate, divisor and steps follow from the expected number, as with privacy.nominal_records.
         """
         from dpdist.runs.recipe import make_plan, refuse_answers, training_only, without_privacy
         from dpdist.training.ensembles import refuse_ensemble
@@ -111,5 +105,5 @@ class Membership(Section, Evaluation):
 
     @classmethod
     def summary_rows(cls, results: Sequence[Any]) -> list[tuple[str, str]]:
-        """Nothing for a report: it is private."""
+        """Return no rows: the results are private."""
         return []

@@ -1,4 +1,4 @@
-"""Membership attacks on a bank of models, and their findings beside the limits that guarantees set.
+"""Membership attacks on a bank of models, and their findings with the limits by guarantees.
 
 An attack turns a bank's scores into one number for each record of a target; `ATTACKS` lists all.
 Findings are numbers with intervals.
@@ -44,16 +44,18 @@ from dpdist.runs.recipe import Recipe
 Array = NDArray[np.float64]
 
 
-# Of a bank, its target, the shadow models' records that the adversary may learn from, and a seed:
-# (N,), larger where a record is more likely a member of the target.
+# From a bank, its target, the shadow models' records that the adversary may use, and a seed to
+# (N,), larger if a record is more likely a member of the target.
 Score = Callable[[BankScores, int, NDArray[np.bool_], int], Array]
 
 
 @dataclass(frozen=True)
 class MembershipAttack:
-    """An attack on a bank. min_models: models that it needs. thresholds: at which precision and
-    recall are told, beside the median. needs_quarters_game: whether it is played with a target and
-    a shadow."""
+    """An attack on a bank.
+
+    min_models: models that it needs. thresholds: at which precision and recall are reported, in
+    addition to the median. needs_quarters_game: whether it is for a target and one shadow.
+    """
 
     name: str
     min_models: int
@@ -73,9 +75,12 @@ class MembershipAttack:
 def shadow_scores(
     bank: BankScores, target: int, known_records: NDArray[np.bool_], seed: int
 ) -> Array:
-    """The residual perturbation paper's: a network learns from the shadow's three largest class
-    probabilities who was in it, and judges the target's (hidden layer of 64, Adam at rate .1, 50
-    epochs; unprinted: ReLU, batches of 128, no weight decay)."""
+    """Return the scores of the residual perturbation paper's attack: (N,).
+
+    A network learns from the shadow's three largest class probabilities who was in it, and is
+    applied to the target's (hidden layer of 64, Adam at rate .1, 50 epochs; not printed: ReLU,
+    batches of 128, no weight decay).
+    """
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.neural_network import MLPClassifier
 
@@ -126,8 +131,8 @@ ATTACKS = {
 
 
 FILE = "membership.json"
-RATES = (0.01, 0.001)  # false positive rates at which a true positive rate is told
-_GUESSED = 0.02  # of the records, in the one-run test: fixed before anything is seen
+RATES = (0.01, 0.001)  # false positive rates at which a true positive rate is reported
+_GUESSED = 0.02  # fraction of the records, in the one-run test: fixed in advance
 _PICTURE = np.geomspace(1e-4, 1.0, 400)
 
 Points = tuple[NDArray[np.float64], NDArray[np.float64]]
@@ -135,10 +140,11 @@ Points = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 @dataclass(frozen=True, eq=False)
 class Finding:
-    """One attack. roc: of the bank's first target, whom all intervals but those over models
-    describe. aucs: of each target. one_run_test: the one-run test of that first target, where
-    membership is
-    a secret fair coin."""
+    """The result of one attack.
+
+    roc: of the bank's first target, to which all intervals apply except those over models. aucs: of
+    each target. one_run_test: of the first target, if membership is a secret fair coin.
+    """
 
     attack: MembershipAttack
     passes: int
@@ -151,17 +157,17 @@ class Finding:
         return self.attack.name + (f", mean of {self.passes} passes" if self.passes > 1 else "")
 
     def epsilon_lower_bound(self, delta: float) -> float | None:
-        """The epsilon below which the one-run test rejects all; None without a test."""
+        """Return the epsilon up to which the one-run test rejects; None without a test."""
         return None if self.one_run_test is None else self.one_run_test.epsilon(delta)
 
     @property
     def thresholds(self) -> list[tuple[float, Estimate, Estimate]]:
-        """(threshold, precision, recall) at the attack's own and at the median score."""
+        """Return (threshold, precision, recall) at the attack's own and at the median score."""
         chosen = (*self.attack.thresholds, self.roc.median)
         return [(at, *self.roc.precision_recall(at)) for at in chosen]
 
     def summary_rows(self, ceilings: Sequence[Ceiling], delta: float) -> list[tuple[str, str]]:
-        """Name and value of every number, for the terminal."""
+        """Return name and value of every result, for the terminal."""
         area = self.roc.auc
         rows = [("AUC", f"{area}, |AUC - 1/2| {abs(area.value - 0.5):.3f}")]
         if len(self.aucs) > 1:
@@ -169,34 +175,24 @@ class Finding:
             rows.append(("AUC, mean over models", over))
         for rate in RATES:
             true, false = self.roc.rates_at(rate)
-            rows.append(
-                (f"TPR at {format_exact(100 * rate)} % FPR", f"{true}, realized FPR {false}")
-            )
+            name = f"TPR at {format_exact(100 * rate)} % FPR"
+            rows.append((name, f"{true}, realized FPR {false}"))
         rows.append(("advantage", f"{self.roc.advantage:.3f}"))
         for threshold, precision, recall in self.thresholds:
             rows.append((f"above {threshold:.4g}", f"precision {precision}, recall {recall}"))
-        for one in ceilings:
-            above = ", ".join(
-                f"{format_exact(100 * rate)} %" for rate in one.exceeded_rates(self.roc)
+        for ceiling in ceilings:
+            exceeded = [format_exact(100 * rate) for rate in ceiling.exceeded_rates(self.roc)]
+            words = f"AUC at most {format_bound(ceiling.auc, round_up=True)}"
+            if exceeded:
+                words += f"; this ROC is above the ceiling at {' %, '.join(exceeded)} % FPR"
+            rows.append((f"ceiling, {ceiling.description}", words))
+        if (test := self.one_run_test) is not None:
+            words = (
+                f"epsilon at least {format_epsilon(test.epsilon(delta), lower_bound=True)} at "
+                f"delta {format_exact(delta)}, confidence {format_confidence(test.alpha)} % "
+                f"({test.correct:,} of {test.guesses:,} guesses correct)"
             )
-            said = f"; this ROC lies above the ceiling at {above} FPR" if above else ""
-            rows.append(
-                (
-                    f"ceiling, {one.description}",
-                    f"AUC at most {format_bound(one.auc, round_up=True)}{said}",
-                )
-            )
-        if self.one_run_test is not None:
-            least = format_epsilon(self.one_run_test.epsilon(delta), lower_bound=True)
-            rows.append(
-                (
-                    "one-run test",
-                    f"epsilon at least {least} at delta {format_exact(delta)}, confidence "
-                    f"{format_confidence(self.one_run_test.alpha)} % "
-                    f"({self.one_run_test.correct:,} of {self.one_run_test.guesses:,} guesses "
-                    "right)",
-                )
-            )
+            rows.append(("one-run test", words))
         return rows
 
     def to_dict(self, ceilings: Sequence[Ceiling], delta: float) -> dict[str, Any]:
@@ -229,8 +225,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class MembershipFindings:
-    """All attacks on one bank. proved: of each of its models; ceilings: empty where no guarantee
-    bounds the game."""
+    """The results of all attacks on one bank.
+
+    proved: guarantee of each of its models. ceilings: empty if no guarantee bounds the game.
+    """
 
     game: Game
     proved: Guarantee
@@ -240,12 +238,12 @@ class MembershipFindings:
 
     @property
     def within_guarantee(self) -> bool:
-        """Whether no one-run test exceeds what is proved."""
+        """Return whether no one-run test exceeds the proved epsilon."""
         bounds = [one.epsilon_lower_bound(self.proved.delta) or 0.0 for one in self.attacks]
         return max(bounds, default=0.0) <= self.proved.epsilon
 
     def tables(self) -> list[tuple[str, list[tuple[str, str]]]]:
-        """Title and rows of what each attack found."""
+        """Return title and rows of the results of each attack."""
         return [
             (
                 f"{one.title}: {len(one.roc.members):,} members, {len(one.roc.others):,} others",
@@ -256,7 +254,7 @@ class MembershipFindings:
 
     @property
     def panel(self) -> tuple[str, dict[str, Points], dict[str, Points]]:
-        """Title, curves and ceilings for a picture."""
+        """Return title, curves and ceilings of a figure."""
         return (
             self.game.name,
             {one.title: (_PICTURE, one.roc.interpolate(_PICTURE)) for one in self.attacks},
@@ -267,7 +265,7 @@ class MembershipFindings:
         )
 
     def write(self, folder: Path) -> None:
-        """Write the findings as JSON, beside their bank: private as it is."""
+        """Write the findings as JSON into the folder of their bank, which is private."""
         delta = self.proved.delta
         found = [one.to_dict(self.ceilings, delta) for one in self.attacks]
         written = {"game": self.game.name, "proved": self.proved.to_dict(), "attacks": found}
@@ -277,8 +275,10 @@ class MembershipFindings:
 def run_attacks(
     settings: Membership, recipe: Recipe, path: Path, attacks: Sequence[MembershipAttack]
 ) -> MembershipFindings:
-    """Every attack on every target of the bank in `path`, at every number of passes; written beside
-    it. Raises UserError for too few models."""
+    """Return the findings of every attack on every target of the bank in `path`, and write them.
+
+    Each attack is run at every number of passes. Raises UserError for too few models.
+    """
     about, banks = settings.read(path)
     game, key = settings.game_rules, bytes.fromhex(about["seed"])
     _, plan = settings.plan_shadows(recipe, next(iter(banks.values())).member.shape[1])[0]
@@ -293,15 +293,15 @@ def run_attacks(
         )
         ceilings = tuple(one for one in both if one is not None)
         if math.isinf(guarantee.epsilon):
-            notes.append("nothing is proved of these trainings, so that no ceiling follows")
+            notes.append("no ceiling: nothing is proved about these trainings")
         else:
             notes.append(
-                f"each model's training is proved {guarantee}; a ROC above a ceiling refutes "
-                "nothing by itself: the one-run test does, or many models"
+                f"each model's training is proved {guarantee}; a ROC above a ceiling is not a "
+                "refutation: the one-run test, or many models, can give one"
             )
     else:
-        notes.append("no ceiling: who is in a model follows from the seed that was given")
-    # All that a bank can be asked: those of another call are tests on the same coins.
+        notes.append("no ceiling: the members of a model follow from the given seed")
+    # Attacks of other calls are tests on the same coins, so all of them share alpha.
     others = sum(not one.needs_quarters_game for one in ATTACKS.values())
     tests = bonferroni_alpha(ALPHA, max(others, len(attacks)) * len(banks))
     coins = settings.seed is None and game.has_random_size
@@ -323,7 +323,10 @@ def _run_attack(
     passes: int,
     alpha: float | None,
 ) -> Finding:
-    """alpha: of a one-run test of the first target; None: no test holds."""
+    """Return the finding of one attack at one number of passes.
+
+    alpha: of a one-run test of the first target; None: no such test is valid.
+    """
     attack.check_game(game)
     records = bank.member.shape[1]
     learned = game.guessed_records(key, game.models - 1, records)

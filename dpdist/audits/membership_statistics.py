@@ -1,25 +1,25 @@
 """Membership games, scores of records (LiRA, RMIA), ROC curves, and ceilings of guarantees.
 
-A game draws by keyed randomness the records that each model of a bank is trained with. A bank of
+A game draws the records that each model of a bank is trained with, by keyed randomness. A bank of
 shadow models is trained in bulk, scored once and attacked many times:
 
     models/0007/    weights and description of model 7, and its scores
-    scores.parquet  of every record under every model: written last
-    settings.json, journal.jsonl: as of every bulk job
+    scores.parquet  scores of every record under every model, written last
+    settings.json, journal.jsonl: as for every bulk job
 
-Scores: phi (S, N) float64 is, of model s and record i, the log-odds of its label, ln p_y - ln (1 -
-p_y); member (S, N) bool, whether model s was trained with record i; target, the attacked model's
-row. All others are the references, whose members the adversary knows (it trained them). Results
-are (N,), larger where the record is more likely a member.
+Scores: phi (S, N) float64 is the log-odds of the label of record i under model s, ln p_y - ln (1 -
+p_y). member (S, N) bool is whether model s was trained with record i. target is the attacked
+model's row. All others are the references, whose members the adversary knows (it trained them).
+Results are (N,), larger if the record is more likely a member.
 
-Intervals of a ROC curve have confidence 95 % and describe the one model that was attacked: records
-are drawn anew in them, training is not. So they say nothing about a guarantee. A guarantee speaks
-of a game: a record whose membership is a secret fair coin of its own, in a run that satisfies a
-guarantee under add-or-remove, is told better from the outcome by no test than the guarantee's
-trade-off curve allows, on average over runs. Where a random exact half is in, one record is in
-*instead of* another: replace-one. A split that the adversary knows beforehand is bounded by
-nothing. One model's ROC is a draw around that average, and its records share the model: a point
-above the ceiling is a reason to audit, not a refutation. That needs the one-run test
+Intervals of a ROC curve have confidence 95 % and describe the one model that was attacked: they are
+over the choice of records, not over training. So they say nothing about a guarantee. A guarantee
+applies to a game: if a record's membership is its own secret fair coin, in a run that satisfies a
+guarantee under add-or-remove, no test of the outcome is better than the guarantee's trade-off curve
+allows, on average over runs. If a random exact half is in, one record is in *instead of* a second
+one: replace-one. If the adversary knows the split in advance, there is no bound. One model's ROC
+varies around that average, and its records share the model: a point above the ceiling is a reason
+to audit, not a refutation. A refutation needs the one-run test
 (`dpdist.privacy.audit_bounds.OneRunGuesses`), or many models.
 """
 
@@ -65,9 +65,8 @@ Bits = NDArray[np.bool_]
 class Game:
     """The assignment of records to models.
 
-    models: of the bank. key: secret until the attack is over.
-
-    relation: under which a guarantee bounds what an adversary who does not know the key can tell.
+    models: of the bank. key: secret until the attack is over. relation: the adjacency under which a
+    guarantee bounds an adversary who does not know the key.
     """
 
     models: int
@@ -81,7 +80,7 @@ class Game:
         raise NotImplementedError
 
     def expected_members(self, records: int) -> int:
-        """Expected number of members of a model."""
+        """Return the expected number of members of a model."""
         return records // 2
 
     @property
@@ -90,11 +89,11 @@ class Game:
         return range(self.models)
 
     def is_plain(self, model: int) -> bool:
-        """Whether a model is trained without the recipe's method, by ordinary SGD."""
+        """Return whether a model is trained by ordinary SGD, without the recipe's method."""
         return False
 
     def guessed_records(self, key: bytes, model: int, records: int) -> Bits:
-        """The records whose membership in a model the adversary of a target guesses."""
+        """Return the records whose membership in a model the adversary guesses."""
         return np.ones(records, dtype=bool)
 
 
@@ -130,9 +129,10 @@ class Halves(Game):
 
 @dataclass(frozen=True)
 class Quarters(Game):
-    """The residual perturbation paper's protocol: random halves for target and shadow, half of each
-    in its model. Model 0 is the target, made by the recipe; model 1 the shadow, by ordinary SGD
-    whatever the target is.
+    """The residual perturbation paper's protocol, with a target and one shadow.
+
+    Each has a random half of the records, half of which are in its model. Model 0 is the target,
+    trained by the recipe; model 1 is the shadow, trained by ordinary SGD.
     """
 
     models: int = 2
@@ -166,7 +166,7 @@ class Quarters(Game):
 
 
 def _random_subset(key: bytes, records: int, first: int, count: int) -> Bits:
-    """So many records of a random order, from place `first`."""
+    """Return `count` records of a random order, from position `first`."""
     order = np.argsort(stream_words(key, 0, records), kind="stable")
     chosen = np.zeros(records, dtype=bool)
     chosen[order[first : first + count]] = True
@@ -183,7 +183,7 @@ TABLE = "scores.parquet"
 KEY = b"dpdist.bank"
 TOP = 3
 _TOPS = tuple(f"top{place}" for place in range(1, TOP + 1))
-# member: -1 of a test record, which is in no model
+# member: -1 for a test record, which is in no model
 COLUMNS: dict[str, ColumnSpec] = {
     "model": (int, 0), "passes": (int, 1), "index": (int, 0), "member": (int, -1),
     "phi": (float, None), **dict.fromkeys(_TOPS, (float, 0)),
@@ -192,7 +192,7 @@ SCHEMA = job_folder.schema_of(COLUMNS, pa.field("member", pa.int8(), nullable=Fa
 
 
 def build_model_table(model: int, scores: Mapping[str, np.ndarray]) -> pa.Table:
-    """All that one model says of all records, then of the population, pass after pass."""
+    """Return one model's scores, of all records and then of the population, by passes."""
     member = scores["member"].astype(np.int8)
     tables = []
     for passes in sorted(int(name.split("/")[1]) for name in scores if name.startswith("phi/")):
@@ -254,13 +254,16 @@ def read_scores(path: Path) -> tuple[dict[str, Any], dict[int, BankScores]]:
 
 Array = NDArray[np.float64]
 
-# models from which on a record's own variance is better than a common one
+# With at least this many models, a record's own variance is better than a common one.
 MIN_MODELS_FOR_OWN_VARIANCE = 64
 
 
 def log_odds(logits: ArrayLike, labels: ArrayLike) -> Array:
-    """ln p_y - ln (1 - p_y) in float64, 1 - p_y by the logsumexp of the others: exact also where
-    p_y rounds to 1. logits: (N, classes), or log probabilities; labels: (N,)."""
+    """Return ln p_y - ln (1 - p_y) in float64: (N,).
+
+    1 - p_y is the logsumexp of the others, so the result is exact even if p_y rounds to 1. logits:
+    (N, classes), or log probabilities. labels: (N,).
+    """
     values, y = np.array(logits, dtype=np.float64), np.asarray(labels)[:, None]
     own = np.take_along_axis(values, y, 1)[:, 0]
     np.put_along_axis(values, y, -np.inf, 1)
@@ -268,7 +271,7 @@ def log_odds(logits: ArrayLike, labels: ArrayLike) -> Array:
 
 
 def top_probabilities(logits: ArrayLike) -> Array:
-    """The largest class probabilities of each row, sorted: (N, TOP), 0 where classes lack."""
+    """Return the largest class probabilities of each row, sorted: (N, TOP), padded with 0."""
     values = np.asarray(logits, dtype=np.float64)
     values = np.exp(values - logsumexp(values, axis=1, keepdims=True))
     top = -np.sort(-values, axis=1)[:, :TOP]
@@ -276,15 +279,20 @@ def top_probabilities(logits: ArrayLike) -> Array:
 
 
 def lira_online(phi: Array, member: Bits, target: int) -> Array:
-    """ln N(phi; in) - ln N(phi; out), Gaussians fitted to the references (Carlini et al. 2022,
-    Algorithm 1): a variance for each record from 64 models on, else one in common."""
+    """Return ln N(phi; in) - ln N(phi; out) with Gaussians fitted to the references: (N,).
+
+    The variance is the record's own from 64 models on, else one in common (Carlini et al. 2022,
+    Algorithm 1).
+    """
     seen, (inside, outside) = phi[target], _fit_in_and_out(phi, member, target)
     return np.asarray(_log_density(seen, *inside) - _log_density(seen, *outside))
 
 
 def lira_offline(phi: Array, member: Bits, target: int) -> Array:
-    """Phi((phi - mean) / deviation) of the references without the record (Carlini et al. 2022,
-    Section VI-C): no model with it is needed."""
+    """Return Phi((phi - mean) / deviation) of the references without the record: (N,).
+
+    No model with the record is needed (Carlini et al. 2022, Section VI-C).
+    """
     mean, deviation = _fit_in_and_out(phi, member, target)[1]
     return np.asarray(ndtr((phi[target] - mean) / deviation))
 
@@ -292,19 +300,13 @@ def lira_offline(phi: Array, member: Bits, target: int) -> Array:
 _GAMMA, _SHIFT = 2.0, 0.3  # gamma and a of the paper
 
 
-def rmia(
-    phi: Array,
-    member: Bits,
-    target: int,
-    population: Array,
-    *,
-    online: bool = True,
-) -> Array:
-    """The share of population points z that the record beats: ratio(x) >= gamma ratio(z), ratio =
-    p_target(y | x) / p(x) (Zarifzadeh, Liu and Shokri 2024, equation 4).
+def rmia(phi: Array, member: Bits, target: int, population: Array, *, online: bool = True) -> Array:
+    """Return the fraction of population points z that the record beats: (N,).
 
-    population (S, Z): phi of points that no model was trained with. online: p is the mean over all
-    references; otherwise over those without the record, moved to ((1 + a) p + 1 - a) / 2.
+    It beats z if ratio(x) >= gamma ratio(z), ratio = p_target(y | x) / p(x) (Zarifzadeh, Liu and
+    Shokri 2024, equation 4). population (S, Z): phi of points that no model was trained with.
+    online: p is the mean over all references; otherwise over those without the record, moved to ((1
+    + a) p + 1 - a) / 2.
     """
     others = np.arange(len(phi)) != target
     p, p_z = expit(phi), expit(population)
@@ -323,7 +325,7 @@ def rmia(
 def _fit_in_and_out(
     phi: Array, member: Bits, target: int
 ) -> tuple[tuple[Array, Array | float], tuple[Array, Array | float]]:
-    """Mean (N,) and deviation of the references with each record, and of those without."""
+    """Return mean (N,) and deviation of the references with each record, and without it."""
     others = (np.arange(len(phi)) != target)[:, None]
     inside, outside = (
         _gaussian(phi, chosen & others, len(phi) >= MIN_MODELS_FOR_OWN_VARIANCE)
@@ -345,8 +347,10 @@ def _gaussian(phi: Array, chosen: Bits, own: bool) -> tuple[Array, Array | float
 
 
 def _mean(values: Array, chosen: Bits) -> tuple[Array, NDArray[np.int64]]:
-    """Over the chosen models, for each record, and their number; where there are none, the mean of
-    all chosen values."""
+    """Return the mean over the chosen models for each record, and the number of models.
+
+    Without a chosen model it is the mean of all chosen values.
+    """
     count = chosen.sum(0)
     total = np.where(chosen, values, 0.0).sum(0)
     overall = total.sum() / max(1, count.sum())
@@ -377,7 +381,7 @@ class Estimate:
 
     @classmethod
     def from_counts(cls, hits: int, trials: int, alpha: float = ALPHA) -> Estimate:
-        """A share with its Clopper-Pearson interval; of nothing, anything is possible."""
+        """Return a fraction with its Clopper-Pearson interval; [0, 1] if there are no trials."""
         if trials == 0:
             return cls(math.nan, 0.0, 1.0)
         low, high = clopper_pearson_interval(hits, trials, alpha)
@@ -385,7 +389,7 @@ class Estimate:
 
     @classmethod
     def from_values(cls, values: ArrayLike, alpha: float = ALPHA) -> Estimate:
-        """The mean of independent values, one for each model, with Student's interval."""
+        """Return the mean of independent values, one for each model, with Student's interval."""
         each = np.asarray(values, float)
         if len(each) < 2:
             return cls(float(each.mean()), -math.inf, math.inf)
@@ -396,9 +400,9 @@ class Estimate:
 
 @dataclass(frozen=True, eq=False)
 class Roc:
-    """Scores of members and of others, one of each kind at least; larger: more likely a member.
+    """Scores of members and of others; larger: more likely a member.
 
-    Raises ValueError where a kind is missing or a score is not a number.
+    Raises ValueError if there are no members or no others, or a score is not a number.
     """
 
     members: NDArray[np.float64]
@@ -406,7 +410,7 @@ class Roc:
 
     @classmethod
     def from_scores(cls, scores: ArrayLike, member: ArrayLike) -> Roc:
-        """scores (n,), member (n,) bool."""
+        """Return the ROC of scores (n,), with member (n,) bool."""
         values, inside = np.asarray(scores, float), np.asarray(member, bool)
         return cls(np.sort(values[inside]), np.sort(values[~inside]))
 
@@ -418,7 +422,7 @@ class Roc:
 
     @cached_property
     def curve(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """False and true positive rates of every threshold, from (0, 0) to (1, 1): (k,) each."""
+        """Return false and true positive rates of all thresholds, (0, 0) to (1, 1): (k,) each."""
         values = np.unique(np.concatenate([self.members, self.others]))[::-1]
         false, true = (
             1 - np.searchsorted(scores, values, side="left") / len(scores)
@@ -427,16 +431,16 @@ class Roc:
         return np.append(0.0, false), np.append(0.0, true)
 
     def interpolate(self, false_positives: NDArray[np.float64]) -> NDArray[np.float64]:
-        """True positive rates; between two thresholds by choosing one of them at random."""
+        """Return true positive rates, between two thresholds those of a random choice of one."""
         return np.interp(false_positives, *self.curve)
 
     @cached_property
     def auc(self) -> Estimate:
-        """The probability that a member scores higher than another record, ties by half.
+        """Return the probability that a member scores higher than a different record, ties by half.
 
-        DeLong's interval (DeLong, DeLong and Clarke-Pearson 1988). Where nothing overlaps its
-        variance is 0: then by the largest variance possible, A (1 - A) / min(m, n) (Birnbaum and
-        Klose 1957), as Wilson inverts it.
+        The interval is DeLong's (DeLong, DeLong and Clarke-Pearson 1988). If members and others do
+        not overlap, its variance is 0. Then the largest possible variance is used, A (1 - A) /
+        min(m, n) (Birnbaum and Klose 1957), inverted as by Wilson.
         """
         m, n = len(self.members), len(self.others)
         ranks = scipy.stats.rankdata(np.concatenate([self.members, self.others]))
@@ -455,17 +459,17 @@ class Roc:
 
     @property
     def advantage(self) -> float:
-        """The largest difference of true and false positive rate."""
+        """Return the largest difference of true and false positive rate."""
         false, true = self.curve
         return float(np.max(true - false))
 
     def threshold_at(self, false_positives: float) -> float:
-        """The lowest score above which at most this share of the others lies."""
+        """Return the lowest score that at most this fraction of the others exceeds."""
         allowed = math.floor(false_positives * len(self.others) + 1e-9)
         return float(self.others[-1 - allowed]) if allowed < len(self.others) else -math.inf
 
     def counts_above(self, threshold: float) -> tuple[int, int]:
-        """Members and others whose score is above the threshold."""
+        """Return the numbers of members and of others with a score above the threshold."""
         true, false = (
             len(scores) - int(np.searchsorted(scores, threshold, side="right"))
             for scores in (self.members, self.others)
@@ -473,7 +477,7 @@ class Roc:
         return true, false
 
     def rates_at(self, false_positives: float, alpha: float = ALPHA) -> tuple[Estimate, Estimate]:
-        """True and realized false positive rate where at most so many others are taken."""
+        """Return true and realized false positive rate at a limit of the false positive rate."""
         true, false = self.counts_above(self.threshold_at(false_positives))
         return (
             Estimate.from_counts(true, len(self.members), alpha),
@@ -481,11 +485,7 @@ class Roc:
         )
 
     def precision_recall(self, threshold: float) -> tuple[Estimate, Estimate]:
-        """Return precision and recall of the threshold.
-
-        The first is the share of members among scores above it, the second the share of
-        members with such scores.
-        """
+        """Return precision and recall of the rule that scores above a threshold are members."""
         true, false = self.counts_above(threshold)
         return Estimate.from_counts(true, true + false), Estimate.from_counts(
             true, len(self.members)
@@ -493,43 +493,45 @@ class Roc:
 
     @property
     def median(self) -> float:
-        """The threshold that takes half of all."""
+        """Return the median of all scores."""
         return float(np.median(np.concatenate([self.members, self.others])))
 
 
 # --- ceilings of a guarantee ------------------------------------------------------------------
 
 
-# false positive rates at which a ROC is held against it
+# False positive rates at which a ROC is compared with a ceiling.
 CHECKED_RATES = (0.001, 0.01, 0.1, 0.25, 0.5)
 _POINTS = 5_001
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """The highest ROC under a guarantee. description: of whom, for tables and pictures."""
+    """The highest ROC under a guarantee. description: of the guarantee, for tables and figures."""
 
     description: str
     curve: TradeoffCurve
 
     def max_true_positive_rates(self, false_positives: ArrayLike) -> NDArray[np.float64]:
-        """The largest true positive rates at these false positive rates."""
+        """Return the largest true positive rates at these false positive rates."""
         return max_true_positive_rate(self.curve, false_positives)
 
     @property
     def auc(self) -> float:
-        """The area below it: no attack's AUC is larger on average. Rounded up: the curve rises
-        by 1 in all, so that trapezia lack half a step at most."""
+        """Return the area under the ceiling, rounded up: no attack's AUC is larger on average.
+
+        The curve rises by 1 in total, so the trapezoidal rule misses at most half a step.
+        """
         grid = np.linspace(0.0, 1.0, _POINTS)
         return min(
             1.0, float(np.trapezoid(self.max_true_positive_rates(grid), grid)) + 0.5 / (_POINTS - 1)
         )
 
     def exceeded_rates(self, roc: Roc) -> list[float]:
-        """Return the entries of `CHECKED_RATES` at which the ROC lies above the ceiling.
+        """Return the entries of `CHECKED_RATES` at which the ROC is above the ceiling.
 
-        Its Clopper-Pearson rectangle lies above, all rectangles together at 95 %: of one
-        model, no refutation.
+        There its Clopper-Pearson rectangle is above, all rectangles together at 95 %. For one model
+        this is not a refutation.
         """
         found = []
         for rate in CHECKED_RATES:
@@ -540,17 +542,16 @@ class Ceiling:
 
 
 def proved_ceiling(plan: PrivacyPlan, game: Neighbors, description: str) -> Ceiling | None:
-    """Return the ceiling by the plan's privacy loss, or None.
-
-    None where nothing is proved, or not under this relation.
-    """
+    """Return the ceiling by the plan's privacy loss, or None if none is proved for the game."""
     curve = plan_curve(plan, game)
     return None if curve is None else Ceiling(f"proved ({description}, {game})", curve)
 
 
 def plan_curve(plan: PrivacyPlan, game: Neighbors) -> TradeoffCurve | None:
-    """The trade-off curve of what a plan releases. A replacement is an addition and a removal
-    wherever no loss is known for it."""
+    """Return the trade-off curve of a plan, or None.
+
+    A replacement counts as an addition and a removal if no loss is known for it.
+    """
     try:
         curve = plan_tradeoff(replace(plan, adjacency=game))
     except ValueError:  # a phase that is not accounted under that relation
@@ -562,10 +563,7 @@ def plan_curve(plan: PrivacyPlan, game: Neighbors) -> TradeoffCurve | None:
 
 
 def claimed_ceiling(claim: Claim | None, game: Neighbors) -> Ceiling | None:
-    """Return the ceiling by the epsilon and delta that a paper claims, or None.
-
-    None where it claims none for this game.
-    """
+    """Return the ceiling by the claimed epsilon and delta, or None if none is for the game."""
     if claim is None or claim.claimed is None:
         return None
     curve, own = (
@@ -580,7 +578,7 @@ def claimed_ceiling(claim: Claim | None, game: Neighbors) -> Ceiling | None:
 
 
 def format_guarantee(guarantee: Guarantee) -> str:
-    """Epsilon and delta, for the words of a ceiling."""
+    """Return epsilon and delta, for the description of a ceiling."""
     return (
         f"epsilon {format_epsilon(guarantee.epsilon)} at delta "
         f"{format_significant(guarantee.delta, 3)}"

@@ -9,7 +9,7 @@ from typing import Any
 from dpdist.attacks.settings import AttackSettings, CheckSettings
 from dpdist.audits import canaries, mechanism
 from dpdist.audits.membership import Membership
-from dpdist.audits.target import AuditResult, PrivateAuditResult, Target
+from dpdist.audits.target import AuditResult, PrivateAuditResult, ProgressCallback, Target
 from dpdist.certification.evaluation import Evaluation
 from dpdist.config.sections import AuditOptions, CanaryAudit, ManyRunsAudit, MechanismAudit
 from dpdist.core.errors import UserError
@@ -22,9 +22,7 @@ EVALUATIONS: tuple[type[Evaluation], ...] = (
     AttackSettings, CheckSettings, AuditResult, PrivateAuditResult, Membership, Poisoning
 )  # fmt: skip
 
-# How far it is: done, in all.
-ProgressCallback = Callable[[int, int], None]
-# Options, what is audited, the folder that it may keep files in, and who hears how far it is.
+# Options, target, the folder of its files, and a callback.
 AuditFunction = Callable[[Any, Target, Path, ProgressCallback], AuditFinding]
 
 AUDITS: Mapping[str, tuple[type[AuditOptions], AuditFunction]] = {
@@ -37,9 +35,9 @@ AUDITS: Mapping[str, tuple[type[AuditOptions], AuditFunction]] = {
 def resolve_audit_options(
     recipe: Recipe, kind: str | None, overrides: Mapping[str, Any] | None = None
 ) -> AuditOptions:
-    """The recipe's audit section, or another kind; overrides: keys that differ.
+    """Return the recipe's audit section, or that of a different kind, with overrides.
 
-    Without either, a mechanism audit. Raises UserError.
+    Without either, return those of a mechanism audit. Raises UserError.
     """
     section: dict[str, Any] = {"kind": kind or "mechanism"}
     if recipe.audit is not None and kind in (None, recipe.audit.kind):
@@ -54,13 +52,13 @@ def resolve_audit_options(
 def run_audit(
     options: AuditOptions, target: Target, output: Path, report_progress: ProgressCallback
 ) -> AuditFinding:
-    """Make an audit; its result also goes into `output`. Raises UserError."""
+    """Return the finding of an audit, and write it into `output`. Raises UserError."""
     recipe = target.recipe
     if recipe.user_unit is not None and not options.audits_users:
         raise UserError(
-            f"{recipe.name}: privacy.unit: user does not go with audits of kind {options.kind}, "
-            "which tell single records apart, of which a guarantee for users does not speak: audit "
-            "its mechanism or gradient canaries, or a run of the same recipe with unit: record",
+            f"{recipe.name}: privacy.unit: user is not supported by audits of kind "
+            f"{options.kind}, which distinguish single records: audit its mechanism or gradient "
+            "canaries, or a run of the same recipe with unit: record",
             see="explanation/privacy.md#a-person-as-the-unit",
         )
     found = AUDITS[options.kind][1](options, target, output, report_progress)

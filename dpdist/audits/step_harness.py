@@ -1,9 +1,9 @@
-"""Drive the real pieces of a training step on an audit's own records, and compare exact replays.
+"""Run the real code of a training step on an audit's own records, and compare exact replays.
 
-The harness drives the `PrivateStep` of a training: keyed sampling, clipped sums by the engine, the
-reducer, noise, rounding and division. Replaced are the model, by the cheapest that has two tensors;
-the records; and the network between the workers, which take their turns in one process. The replay
-checks need no statistics: the same thing is done twice, and compared to the last bit.
+The harness runs the `PrivateStep` of a training: keyed sampling, clipped sums by the engine, the
+reducer, noise, rounding and division. It replaces the model by a cheap one with two tensors, the
+records, and the network between the workers, which take turns in one process. The replay checks
+need no statistics: a step is done twice, and the results are compared to the last bit.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class TwoProbeModel(nn.Module):
 
 @dataclass(frozen=True)
 class ProbeRecords(Records):
-    """Coordinates of the records, in order of their positions; -1: of a record without gradient.
+    """Records with one coordinate each; -1 is a record without gradient.
 
-    label: the class of all of them.
+    coordinates: in order of positions. label: the class of all records.
     """
 
     coordinates: np.ndarray
@@ -80,7 +80,7 @@ def probe_users(coordinates: np.ndarray, max_records: int) -> UserRecords:
 
 
 class SequentialReducer(Reducer):
-    """Worker 0 of several whose parts are asked for where the network would add them up."""
+    """Worker 0 of several, whose parts are computed when the network would add them up."""
 
     def __init__(self, workers: int, other_sums: Callable[[], Sequence[Tensor]]) -> None:
         super().__init__(0, workers, torch.device("cpu"))
@@ -96,11 +96,11 @@ class SequentialReducer(Reducer):
 
 
 class StepHarness:
-    """One worker's private step on records of the audit's own.
+    """One worker's private step on the audit's own records.
 
-    step_plan: the step that is done again and again, each time under the next step's keys. kind:
-    whose code is driven. max_records: of a user that count in a step, where positions are users;
-    None where they are records.
+    step_plan: the step that is repeated, each time with the next step's keys. kind: the class of
+    the step. max_records: the most records of a user that count in a step, if positions are users;
+    None if they are records.
     """
 
     kind: ClassVar[type[PrivateStep]] = PrivateStep
@@ -130,8 +130,10 @@ class StepHarness:
         return probe_users(coordinates, self.max_records)
 
     def run_step(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:
-        """What a step on these records releases: (2, WIDTH) in units of the clip, the division
-        undone. None where nothing is released."""
+        """Return the release of a step on these records: (2, WIDTH) in units of the clip, or None.
+
+        The division is undone. None: nothing was released.
+        """
         self.step.data, self.current_step = self.records(coordinates), step
         self.step.shards = self.shards_of_rank(0)
         noisy, *_ = self.step.gradient(step, self.step_plan)
@@ -156,14 +158,16 @@ class StepHarness:
 # --- exact replays ----------------------------------------------------------------------------
 
 
-# Noise lies on a grid of 2^-24 of its scale: of 1,024 numbers two are equal one time in a hundred,
-# by chance, and so many one time in 1e20. One key for two releases makes 128.
+# Noise is on a grid of 2^-24 of its scale: among 1,024 numbers two are equal by chance with
+# probability 1 %, and 8 with probability 1e-20. One key for two releases gives 128 equal numbers.
 _COMMON = 8
 
 
 def reuses_noise(harness: StepHarness) -> bool:
-    """Whether two of the first steps, or of two attempts at them, have noise in common: the
-    difference of two such releases is noise-free. Without records all is noise."""
+    """Return whether two of the first steps, or of two attempts at them, share noise.
+
+    The difference of two such releases is noise-free. Without records all of a release is noise.
+    """
     released = []
     for attempt in ("audit/0", "audit/1"):
         harness.step.attempt = attempt
@@ -173,7 +177,7 @@ def reuses_noise(harness: StepHarness) -> bool:
 
 
 def forgets_releases(ledger: type[Ledger] = Ledger) -> bool:
-    """Whether a ledger, read back, lacks releases of an attempt that another one superseded."""
+    """Return whether a ledger, read again, lacks releases of an attempt that was re-executed."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "ledger.jsonl"
         with ledger.open(path, "0" * 64) as kept:

@@ -6,7 +6,7 @@ A target states the proved and the claimed guarantee.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,12 +21,18 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.folder import RunFolder, read_verified_ledger
 from dpdist.runs.recipe import Recipe
 
+ProgressCallback = Callable[[int, int], None]  # done, in total
+
+
 # --- the target -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Target:
-    """folder, model: of a trained run, the hash of its model; None for a recipe."""
+    """The target of an audit.
+
+    folder, model: of a trained run, and the hash of its model; None for a recipe.
+    """
 
     recipe: Recipe
     plan: PrivacyPlan
@@ -50,7 +56,7 @@ class Target:
             )
 
     def build_result(self, options: AuditOptions, alpha: float, **found: Any) -> AuditFinding:
-        """The result of an audit at error alpha: `found`, beside what it is held against."""
+        """Return the finding of an audit at error alpha, with the guarantees that it tests."""
         return AuditFinding(
             kind=options.kind,
             view=options.adversary_view,
@@ -77,8 +83,10 @@ class Target:
 
     @property
     def claimed_epsilon(self) -> float | None:
-        """The claimed epsilon, where it is claimed of the data sets that are told apart and at no
-        larger delta: no lower bound refutes it otherwise."""
+        """Return the claimed epsilon, or None if no lower bound can refute it.
+
+        The claim must be of the same adjacency, at no larger delta.
+        """
         claim = None if self.claim is None else self.claim.claimed
         if claim is None or claim.adjacency != self.proved.adjacency:
             return None
@@ -96,8 +104,11 @@ def target_of_recipe(recipe: Recipe, context: str) -> Target:
 
 
 def target_of_run(folder: RunFolder, proved: Guarantee) -> Target:
-    """A trained run. proved: of all that it released, and of the search that chose it if one did
-    (`dpdist.reports.results`). Raises UserError."""
+    """Return a trained run as a target. Raises UserError.
+
+    proved: the guarantee of all that it released, including the search that chose it
+    (`dpdist.reports.results`).
+    """
     model = folder.require_trained().get("model")
     return Target(folder.read_recipe(), read_verified_ledger(folder).plan, proved, folder, model)
 
@@ -107,8 +118,11 @@ def target_of_run(folder: RunFolder, proved: Guarantee) -> Target:
 
 @dataclass(frozen=True)
 class AuditResult(Evaluation):
-    """RUN/audit/NAME/audit.json. Nothing in it is made of more than the run's guarantee covers: of
-    its canaries the number of right guesses, never scores or coins."""
+    """RUN/audit/NAME/audit.json.
+
+    It depends only on what the run's guarantee covers: on canaries by the number of correct
+    guesses, not by scores or coins.
+    """
 
     options: AuditOptions
 
@@ -135,11 +149,11 @@ class AuditResult(Evaluation):
 
 @dataclass(frozen=True)
 class PrivateAuditResult(AuditResult):
-    """RUN/private/audit/NAME/audit.json, made of more trainings than the run's guarantee covers."""
+    """RUN/private/audit/NAME/audit.json, from more trainings than the run's guarantee covers."""
 
     private: ClassVar[bool] = True
 
 
 def audit_result_of(options: AuditOptions) -> AuditResult:
-    """The kind of result that an audit has."""
+    """Return the kind of result of an audit."""
     return (PrivateAuditResult if options.result_is_private else AuditResult)(options)

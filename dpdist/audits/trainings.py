@@ -1,10 +1,10 @@
 """The many trainings of an audit, in bulk: vectorized ones of small models, and shadow models.
 
-Vectorized trainings run at once, by torch.func over parameters and keys. Shared with the real step
-are keys and Poisson sampling, the clip factors, the noise and its grid, the fixed divisor and the
-optimizer. Not shared: the per-example gradients come from torch.func and are added up in one
-product, where a run has `dpdist.gradients.engine`, blocks and an all-reduce; there is no ledger. A
-test holds one training against the loop's. The mechanism audit drives the loop's own pieces.
+Vectorized trainings run at once, by torch.func over parameters and keys. They share keys, Poisson
+sampling, clip factors, noise and its grid, the fixed divisor and the optimizer with the real step.
+They differ in the per-example gradients, which come from torch.func and are summed in one product,
+while a run uses `dpdist.gradients.engine`, blocks and an all-reduce; there is no ledger. A test
+compares one training with the loop's. The mechanism audit drives the loop's own code.
 
 Shadow models are trained by the recipe's own loop, one chunk of work each, and score every record.
 """
@@ -57,11 +57,7 @@ from dpdist.runs.recipe import Recipe
 from dpdist.training.canaries import canary_coordinates
 from dpdist.training.collectives import FlatOptimizer
 from dpdist.training.ensembles import EnsembleJob, TrainingItems, read_files, train_in_process
-from dpdist.training.model_setup import (
-    importance_weighted,
-    initial_model,
-    model_spec,
-)
+from dpdist.training.model_setup import importance_weighted, initial_model, model_spec
 from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
 if TYPE_CHECKING:
@@ -77,11 +73,12 @@ _HUGE = 1e300
 
 @dataclass(frozen=True)
 class TrainerSetup:
-    """All that the trainings of an audit have in common. key: of the audit; training number m has
-    its own. copies: of the canary, in every second training. gradient_canary: the canary is no
-    record but a gradient of the clip's norm on one coordinate, and the adversary sees every noisy
-    sum and
-    knows the records' part of it."""
+    """All that the trainings of an audit have in common.
+
+    key: of the audit; each training derives its own. copies: of the canary, in every second
+    training. gradient_canary: whether the canary is not a record but a gradient of the clip's norm
+    on one coordinate, for an adversary that sees every noisy sum and knows the records' part of it.
+    """
 
     recipe: Recipe
     plan: PrivacyPlan
@@ -118,8 +115,10 @@ class Trainer:
 
 
 class VectorizedTrainings:
-    """Trainings of one recipe on the same records. Raises UserError where a step of the recipe is
-    more than clipped gradients of its loss plus noise."""
+    """Trainings of one recipe on the same records.
+
+    Raises UserError if a step of the recipe is more than clipped gradients of its loss plus noise.
+    """
 
     def __init__(self, recipe: Recipe, plan: PrivacyPlan, dataset: data.Dataset) -> None:
         self._recipe, self._plan = recipe, plan
@@ -159,12 +158,12 @@ class VectorizedTrainings:
         canary: tuple[Tensor, int] | None = None,
         coordinate: int | None = None,
     ) -> tuple[Tensor, np.ndarray]:
-        """Train one model for each key; copies (M,) of the canary, an input with its label or a
-        coordinate of the gradient, come after the records.
+        """Return the parameters of a model trained for each key, (M, size), and evidence (M,).
 
-        Returns the parameters (M, size), and how much all noisy sums speak for the coordinate (M,),
-        to an adversary who knows the records and which of them joined each step: the guarantee
-        holds against it, so it subtracts their part.
+        copies: (M,), of the canary, which come after the records. canary: an input with its label.
+        coordinate: of a gradient canary. The evidence is how much all noisy sums indicate it, to an
+        adversary that knows the records and which of them joined each step, and so subtracts their
+        part: the guarantee is valid against it.
         """
         plan, flat = self._plan, self.initial.repeat(len(keys), 1)
         optimizer = FlatOptimizer(self._recipe.training, plan.steps, flat)
@@ -227,8 +226,10 @@ class VectorizedTrainings:
         members: list[np.ndarray],
         canary_is_record: bool,
     ) -> np.ndarray:
-        """Clipped sums, float64 (M, size). canary_is_record: whether what comes after the records
-        has an input; its copies share one."""
+        """Return clipped sums, float64 (M, size).
+
+        canary_is_record: whether the canary has an input, which all its copies share.
+        """
         last = len(self._labels)
         rows = [np.minimum(m, last) if canary_is_record else m[m < last] for m in members]
         widest = max(1, *map(len, rows))
@@ -248,16 +249,15 @@ class VectorizedTrainings:
     def _clipped_sum_of_model(
         self, flat: Tensor, inputs: Tensor, labels: Tensor, real: Tensor
     ) -> Tensor:
-        """Return the clipped sum of one model.
+        """Return the clipped sum of one model: float64 (size,).
 
-        (size,), (B, ...), (B,), (B,) to float64 (size,).
+        flat: (size,). inputs: (B, ...). labels, real: (B,).
         """
         gradients, _ = torch.func.vmap(
             torch.func.grad(self._loss, has_aux=True), in_dims=(None, 0, 0)
         )(flat, inputs, labels)
         squared = squared_row_norms(gradients)[None]
-        slack = rounding_slack(torch.float32)
-        slack += sum_slack(torch.float32)
+        slack = rounding_slack(torch.float32) + sum_slack(torch.float32)
         finite = squared.isfinite()
         factors = self._clipping.factors(torch.where(finite, squared, 0.0), slack)
         weights = ((factors * finite)[0] * real).to(gradients)
@@ -278,7 +278,7 @@ class VectorizedTrainings:
         return result
 
     def label_log_odds(self, flat: Tensor, example: Tensor, label: int) -> np.ndarray:
-        """Every model's log-odds of an example's label: (M,)."""
+        """Return every model's log-odds of an example's label: (M,)."""
         with torch.no_grad():
             logits = torch.cat([self._forward(one, example[None]) for one in flat])
         return log_odds(logits.double().numpy(), np.full(len(flat), label))
@@ -296,8 +296,11 @@ def _evidence(sums: np.ndarray, step_plan: StepPlan) -> np.ndarray:
 
 
 def choose_canary(dataset: data.Dataset) -> tuple[Tensor, int]:
-    """An input unlike all others, with the rarest label: the data's least singular direction, of
-    their mean norm (ClipBKD: Jagielski, Ullman and Oprea 2020, Section 4)."""
+    """Return an input unlike all others, with the rarest label.
+
+    It is the data's least singular direction, scaled to their mean norm (ClipBKD: Jagielski, Ullman
+    and Oprea 2020, Section 4).
+    """
     everything = slice(0, len(dataset))
     inputs = dataset.batch(everything).double()
     rows = inputs.flatten(1)
@@ -325,31 +328,24 @@ class ManyRunsJob(JobSpec):
     """The trainings and the score of the canary in each; private, as the models are."""
 
     kind = job_folder.JobKind("audit of many runs", "auditing many runs", is_seed_secret=True)
-    table_file, metadata_key, schema, columns, sort_columns = (
-        TRIAL_TABLE,
-        TRIAL_KEY,
-        TRIAL_SCHEMA,
-        TRIAL_COLUMNS,
-        ("trial",),
-    )
+    table_file, metadata_key, schema, columns = TRIAL_TABLE, TRIAL_KEY, TRIAL_SCHEMA, TRIAL_COLUMNS
+    sort_columns = ("trial",)
 
     def __init__(self, options: ManyRunsAudit, target: Target) -> None:
-        """Raises UserError for a recipe that is more than `VectorizedTrainings` does, or has
-        canaries."""
+        """Raise UserError for a recipe that `VectorizedTrainings` does not support."""
         if target.recipe.canary_audit is not None:
             raise UserError(
-                f"{target.recipe.name}: audit.kind: canaries plants records in this training; many "
-                "runs are of a recipe without it"
+                f"{target.recipe.name}: audit.kind: canaries plants records in this training; "
+                "audit many runs of a recipe without it"
             )
         if target.recipe.privacy.batch_cap is not None:
             raise UserError(
-                f"{target.recipe.name}: privacy.batch_cap: what a capped batch promises is of a "
-                "fixed number of records, and many runs add one; audit it by canaries in one run"
+                f"{target.recipe.name}: privacy.batch_cap: the guarantee of a capped batch is for "
+                "a fixed number of records, and many runs add one; audit it by canaries in one run"
             )
         self._options, self._target, self.seed = options, target, options.seed
         self._records = records_with_canaries(target.recipe, data_source(target.recipe))
-        # refuses what it cannot train
-        VectorizedTrainings(target.recipe, target.plan, self._records)
+        VectorizedTrainings(target.recipe, target.plan, self._records)  # raises UserError
 
     def identity(self) -> dict[str, Any]:
         asked = self._options.model_dump(mode="json", include={"trainings", "copies", "canary"})
@@ -364,7 +360,6 @@ class ManyRunsJob(JobSpec):
         return {"seed": self._options.seed or secrets.token_hex(32)}
 
     def work_items(self, job_record: dict[str, Any], output: Path) -> WorkItems:
-
         options, target = self._options, self._target
         shared = TrainerSetup(
             target.recipe, target.plan, self._records, bytes.fromhex(job_record["seed"]),
@@ -387,9 +382,9 @@ _BATCH = 1000
 class ShadowSetup:
     """All that the trainings of a bank have in common. Each is a function of this and its number.
 
-    recipes, plans: of the recipe's own models and of plain ones. passes: of a model with noise of
-    its own, over which probabilities are averaged; each is a scoring of its own. population: test
-    records that are scored beside.
+    recipes, plans: of the recipe's own models and of plain ones. passes: numbers of passes over
+    which probabilities of a model with its own noise are averaged; each gives separate scores.
+    population: number of test records that are scored too.
     """
 
     game: Game
@@ -422,13 +417,16 @@ class ShadowTrainer:
         return files | {"scores.safetensors": save(self._scores(model, number, seed))}
 
     def _scores(self, model: nn.Module, number: int, seed: str) -> dict[str, np.ndarray]:
-        """member (N,) uint8; for each number of passes the log-odds (N + Z,) and the largest
-        probabilities (N + Z, 3), the Z population points last."""
+        """Return the scores of a model, by name.
+
+        member: (N,) uint8. For each number of passes, log-odds (N + Z,) and largest probabilities
+        (N + Z, 3), the Z population points last.
+        """
         shared, records = self._shared, len(self._records)
         members = shared.game.members(shared.key, number, records)
         found: dict[str, np.ndarray] = {"member": members.astype(np.uint8)}
         noisy = find_noise_location(model).is_random
-        # One pass of a plain model is its mean of many, beside a target with noise of its own.
+        # Shadows of a target with its own noise have all passes; for plain ones all are the same.
         several = noisy or shared.recipes[0].method.capabilities.has_prediction_noise
         for passes in shared.passes if several else shared.passes[:1]:
             parts = [
@@ -442,7 +440,7 @@ class ShadowTrainer:
 
 
 def _score_batches(model: nn.Module, dataset: data.Dataset, passes: int | None, seed: str) -> Any:
-    """Log-odds and largest probabilities, batch after batch. passes: None without noise."""
+    """Yield log-odds and largest probabilities of each batch. passes: None without noise."""
     for start in range(0, len(dataset), _BATCH):
         rows = slice(start, start + _BATCH)
         inputs = dataset.batch(rows)
@@ -463,7 +461,7 @@ SCORES = "scores.safetensors"
 
 
 class ShadowBankJob(EnsembleJob):
-    """Shadow models of one recipe. pinned: see `dpdist.audits.membership`."""
+    """Shadow models of one recipe. identity, setup: see `dpdist.audits.membership`."""
 
     kind = job_folder.JobKind(
         "bank of shadow models", "training shadow models", is_seed_secret=True
@@ -471,7 +469,7 @@ class ShadowBankJob(EnsembleJob):
     table_file, metadata_key, schema, columns = TABLE, KEY, SCHEMA, COLUMNS
 
     def work_items(self, job_record: dict[str, Any], output: Path) -> WorkItems:
-        shared = self.build_setup(job_record["seed"])
+        shared = self.setup_of_seed(job_record["seed"])
         return _ShadowWorkItems(
             shared.game.models, ShadowTrainer, shared, output / "models", shared.plans[0]
         )

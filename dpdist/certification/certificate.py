@@ -3,22 +3,22 @@
 A kind of certificate is one class: its settings, which are the recipe's ``certify`` section; where
 the randomness is (`build_sampler`), how draws of one input are counted (`sample`) and what the
 counts certify (`decide`); the columns of its table, and the check of every row of a file against
-its counts (`table_row`, `recompute_columns`); and its words for reports (`describe`).
+its counts (`table_row`, `recompute_columns`); and its description in reports (`describe`).
 ``dpdist.certification.registry`` lists the classes. None of them needs torch to be read.
 
-Noise on the input and behind the first layer, in one pass: the network is rest(W x + W e + n), e ~
-N(0, s^2 I), n ~ N(0, r^2 diag(Kr)), and all that is drawn is Gaussian before the first thing that
-is not linear. A shift d of the input moves the mean of the rest's input by W d, under the
-covariance S = s^2 W W^T + r^2 diag(Kr), and the rest is post-processing: it is randomized
-smoothing at Mahalanobis length (d^T W^T S^-1 W d)^(1/2). With Delta the L2 norm of (Kr)^-1/2 W,
+Noise on the input and after the first layer, in one pass: the network is rest(W x + W e + n), e ~
+N(0, s^2 I), n ~ N(0, r^2 diag(Kr)), with Gaussian noise only before the first nonlinearity. A shift
+d of the input moves the mean of the rest's input by W d, under the covariance S = s^2 W W^T + r^2
+diag(Kr), and the rest is post-processing: it is randomized smoothing at Mahalanobis length (d^T W^T
+S^-1 W d)^(1/2). With Delta the L2 norm of (Kr)^-1/2 W,
 
     d^T W^T S^-1 W d <= |d|^2 / (s^2 + (r / Delta)^2),
 
-with equality for some d, so both noises certify what noise of s^2 + (r / Delta)^2 on the input
-alone would: sizes add in quadrature. Proof in docs/explanation/proofs.md. Where the second
-noise is not Gaussian, or not behind an affine first layer, the larger of the two sizes holds and no
-more; for a product of two passes with one noise each, the harmonic sum. kappa + phi, as DPAL's
-Proposition 1 has it, holds for neither.
+with equality for some d, so both noises certify what input noise of variance s^2 + (r / Delta)^2
+would: sizes add in quadrature. Proof in docs/explanation/proofs.md. If the second noise is not
+Gaussian, or not after an affine first layer, only the larger of the two sizes is valid; for a
+product of two passes with one noise each, the harmonic sum. kappa + phi, as in DPAL's Proposition
+1, is valid for neither.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, final
 
 import numpy as np
@@ -42,11 +43,10 @@ from dpdist.core.errors import UserError
 from dpdist.core.fields import (
     MAX_COUNT,
     Count,
-    CountOrZero,
     FileShape,
+    InputSelection,
     PositiveOrZero,
     Probability,
-    Section,
     Text,
     key_error,
 )
@@ -64,11 +64,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The certificate of one input. prediction is -1 and radius 0 when nothing is certified.
+    """The certificate of one input. prediction is -1 and radius 0 if nothing is certified.
 
-    k of n draws returned ``selected``. looks: how many times a decision could be made.
-    target: the radius that a test decided on (the smallest one when it failed). histogram: counts
-    of all classes, at fixed n. p_upper: of a bounded runner-up. hits: counts at each look.
+    k of n draws returned ``selected``. looks: how many times a decision could be made. target: the
+    radius that a test decided on (the smallest one if it failed). histogram: counts of all classes,
+    at fixed n. p_upper: upper bound of the runner-up's probability. hits: counts at each look.
     """
 
     prediction: int
@@ -92,10 +92,10 @@ _DOWN = 1 - 1e-12  # rounding of the quotient, the squares and the root
 
 @dataclass(frozen=True)
 class CombinedNoise:
-    """Two Gaussian noises that certify together: on the input, and behind the first layer.
+    """Two Gaussian noises that certify together: on the input, and after the first layer.
 
-    sigma: s, on the input. hidden_std: r, root mean square behind the first layer. sensitivity: a
-    bound of Delta, that layer's L2 norm over sqrt(Kr).
+    sigma: s, on the input. hidden_std: r, root mean square after the first layer. sensitivity: an
+    upper bound of Delta, that layer's L2 norm over sqrt(Kr).
     """
 
     sigma: float
@@ -104,32 +104,29 @@ class CombinedNoise:
 
     @property
     def hidden_as_input_sigma(self) -> float:
-        """The noise on the input that the hidden noise alone is worth: r / Delta."""
+        """Return sigma of the input noise that certifies as the hidden noise: r / Delta."""
         return self.hidden_std / self.sensitivity * _DOWN
 
     @property
     def combined_sigma(self) -> float:
-        """The noise on the input that both together are worth; never rounded up."""
+        """Return sigma of the input noise that certifies as both together; never rounded up."""
         return math.hypot(self.sigma, self.hidden_as_input_sigma) * _DOWN
 
     @property
     def sigma_as_printed(self) -> float:
-        """Return the size that kappa + phi takes the noises for.
-
-        It does not hold; for comparison only.
-        """
+        """Return sigma by the formula kappa + phi, which is not valid; for comparison only."""
         return self.sigma + self.hidden_as_input_sigma
 
     @property
     def job_record(self) -> dict[str, Any]:
-        """Return the table's entries beside sigma, as JSON."""
+        """Return the table's entries in addition to sigma, as JSON."""
         return {"hidden": self.hidden_std, "sensitivity": {"l2": self.sensitivity}}
 
 
 def read_combined_noise(job_record: Mapping[str, Any], sigma: float) -> CombinedNoise | None:
-    """Return the quadrature that a table's description states, at its sigma.
+    """Return the two noises that a table's description states, or None if it states one.
 
-    Raises UserError where it is damaged.
+    Raises UserError if it is damaged.
     """
     if "hidden" not in job_record:
         return None
@@ -149,7 +146,7 @@ BackendName = Literal["eager", "channels-last", "frozen", "compiled", "bf16"]
 
 
 class ClassifierRecord(FileShape):
-    """The classifier that was executed, as a table states it; AES on a CPU is not written.
+    """The classifier that was executed, as a table states it; AES and CPU are the defaults.
 
     Attributes:
         generator: Generator of the noise: aes or philox.
@@ -158,7 +155,7 @@ class ClassifierRecord(FileShape):
         device: Kind of device.
         torch_version: Version of torch.
         machine: The processor or GPU.
-        notes: Remarks of the probe that chose the form.
+        notes: Remarks of the probe that chose the backend.
         check: Digest of its answers to the check batch.
     """
 
@@ -173,10 +170,10 @@ class ClassifierRecord(FileShape):
 
 
 NO_SPENDING = "none"
-_NEAR = 1e-9  # what other machines may round otherwise
-PartialCounts = dict[str, Any]  # JSON: what the first unit says once, then counts
-_ONCE = ("selected",)
-_UNDEFINED = "undefined"  # draws without a class, said where there are any
+_NEAR = 1e-9  # relative: machines may round differently
+PartialCounts = dict[str, Any]  # JSON: counts, and from the first unit the selected class
+_SELECTED = "selected"
+_UNDEFINED = "undefined"  # draws without a class, if there are any
 _MAX_BATCH_NUMBERS = 16 * 2**20  # larger inputs get smaller batches: one stays within 64 MiB
 
 
@@ -192,21 +189,21 @@ class ClassCounter(Protocol):
     ) -> np.ndarray:
         """Return the counts of the first ``draws`` of the block's ``rows``: int64 (classes,).
 
-        A draw whose logits are not finite is in none of the counts, which then add up to less than
+        A draw whose logits are not finite is not counted, so they may add up to less than
         ``draws``.
         """
         ...
 
     def for_purpose(self, purpose: str) -> ClassCounter:
-        """Return the same counter with noise of its own."""
+        """Return the same counter with separate noise."""
         ...
 
 
 class NoiseSampler(Protocol):
-    """A sampler of the place where a model is random.
+    """A sampler of the noise of a model, at its location.
 
-    sigma: of the noise; a part of each random unit's key. assignment, spec: what all
-    workers share, and the executed classifier (`dpdist.certification.worker`, `classifier`).
+    sigma: standard deviation, a part of each random unit's key. assignment, spec: what all workers
+    share, and the executed classifier (`dpdist.certification.worker`, `inference`).
     """
 
     @property
@@ -216,15 +213,15 @@ class NoiseSampler(Protocol):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return the properties that results depend on beside settings and model, as JSON."""
+        """Return the properties that results depend on besides settings and model, as JSON."""
         ...
 
     def with_pinned(self, job_record: dict[str, Any]) -> NoiseSampler:
-        """Return the place with the values pinned when the certification began."""
+        """Return the sampler with the values stored when the certification started."""
         ...
 
     def check_batch(self, assignment: Any, *, copies: bool = False) -> tuple[nn.Module, Tensor]:
-        """The executed network, and a batch for it under a random unit used for nothing else.
+        """Return the executed network, and a batch for it under separate noise.
 
         copies: of one input, not of the check inputs in turn.
         """
@@ -235,17 +232,14 @@ class NoiseSampler(Protocol):
         ...
 
 
-class Certificate(Section):
-    """One certification of a data set: what its results depend on, and how it is made.
+class Certificate(InputSelection):
+    """One certification of a data set: what its results depend on, and how it is computed.
 
     Attributes:
         n0: Draws that choose the class, for each input.
         n: Draws that bound its probability, for each input.
         alpha: Error probability of each input's certificate, strictly between 0 and 1.
         radii: Radii that summaries show, in input units, ascending; no result depends on them.
-        start: Index of the first input.
-        every: Certify every k-th input from there on.
-        max_inputs: The most inputs to certify; None: no limit.
         batch: Rows of the executed batch, which is also the block of draws; None: chosen for the
             input's size.
         seed: Seed of the noise, a text; None: a secret seed, drawn at the start and stored with the
@@ -259,9 +253,6 @@ class Certificate(Section):
     n: Count = 100_000
     alpha: Probability = 0.001
     radii: Annotated[tuple[PositiveOrZero, ...], Field(max_length=100)] = ()
-    start: CountOrZero = 0
-    every: Count = 1
-    max_inputs: Count | None = None
     batch: Count | None = None
     seed: Annotated[Text | None, BeforeValidator(_text)] = None
     backend: BackendName | None = None
@@ -271,11 +262,11 @@ class Certificate(Section):
 
         @property
         def sigma(self) -> float | None:
-            """Return sigma of the noise on the input; None where there is none."""
+            """Return sigma of the noise on the input; None without such noise."""
 
         @property
         def noise(self) -> str:
-            """Its name in the keys of random units."""
+            """Return the name of the noise in the keys of random units."""
 
         @property
         def norm(self) -> str:
@@ -402,8 +393,8 @@ class Certificate(Section):
 
     spending: ClassVar[str] = NO_SPENDING  # how the error is spent over the looks
     converts_norms: ClassVar[bool] = False  # whether its balls stand for balls in other norms
-    # Columns of which other draws would say something else: the publisher's own word until draws
-    # are made again. All others are computed from these and from the settings.
+    # Columns that depend on the draws: a reader has to trust them, unless draws are made again. All
+    # others are computed from these and from the settings.
     sampled_columns: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
@@ -477,7 +468,7 @@ class Certificate(Section):
     @classmethod
     @abstractmethod
     def consistent_counts(cls, table: pa.Table) -> np.ndarray:
-        """Return whether each row holds the counts of as many draws as it states, bool (N,).
+        """Return whether each row has the counts of the draws that it states, bool (N,).
 
         Args:
             table: the table of certificates.
@@ -510,23 +501,22 @@ class Certificate(Section):
         """
         settings = read_job_record(table).get("settings", {})
         for name, value in cls.constant_columns(table, settings).items():
-            for index, said in zip(
-                table["index"].to_pylist(), table[name].to_pylist(), strict=True
-            ):
-                if said != value:
+            rows = zip(table["index"].to_pylist(), table[name].to_pylist(), strict=True)
+            for index, stated in rows:
+                if stated != value:
                     raise UserError(
                         f"{context}: damaged: {name} of input {index} must be {value!r}, as its "
-                        f"settings say, got {said!r}"
+                        f"settings say, got {stated!r}"
                     )
         sound = cls.consistent_counts(table)
         if sound.all():
             for name, made in cls.recompute_columns(table, table["alpha"][0].as_py()).items():
                 near = abs(table[name].to_numpy() - made) <= _NEAR * (1 + abs(made))
-                sound &= near & np.isfinite(made)  # beside infinity all numbers are near
+                sound &= near & np.isfinite(made)  # all numbers are near infinity
         if not sound.all():
             raise UserError(
-                f"{context}: damaged: what it says of input {table['index'][int(sound.argmin())]} "
-                "does not follow from its counts"
+                f"{context}: damaged: input {table['index'][int(sound.argmin())]}: its row does "
+                "not follow from its counts"
             )
 
     # ---- reading
@@ -667,33 +657,23 @@ class Certificate(Section):
             return min(self.batch, self.n)
         return max(1, min(self.default_batch, self.n, _MAX_BATCH_NUMBERS // numbers))
 
-    @final
-    def indices(self, count: int) -> range:
-        """Return the positions of the inputs to certify, a range; empty if `start` is too large.
-
-        Args:
-            count: number of inputs in the data set.
-        """
-        chosen = range(self.start, count, self.every)
-        return chosen if self.max_inputs is None else chosen[: self.max_inputs]
-
 
 def select_class(counter: ClassCounter, n0: int, x: Tensor, index: int) -> int:
-    """The class whose probability will be estimated, from n0 draws used for nothing else."""
+    """Return the class whose probability will be bounded, from n0 separate draws."""
     return int(counter.histogram(x, index, keys.SELECT, 0, n0, n0).argmax())
 
 
 def selected_class(partials: Sequence[PartialCounts]) -> int:
-    """The class that the first unit chose."""
-    result: int = next(partial["selected"] for partial in partials if "selected" in partial)
+    """Return the class that the first unit chose."""
+    result: int = next(partial[_SELECTED] for partial in partials if _SELECTED in partial)
     return result
 
 
 def counts_to_json(histogram: np.ndarray, draws: int) -> PartialCounts:
-    """Return the counts of so many draws, as JSON.
+    """Return the counts of a number of draws, as JSON.
 
-    histogram: int (classes,). A draw whose logits are not finite is in none of its counts; how many
-    there are of these is said beside it, where there are any.
+    histogram: int (classes,). A draw whose logits are not finite is not in it; the number of such
+    draws is a second entry, if there are any.
     """
     undefined = draws - int(histogram.sum())
     return {"histogram": histogram.tolist()} | ({_UNDEFINED: [undefined]} if undefined else {})
@@ -702,7 +682,7 @@ def counts_to_json(histogram: np.ndarray, draws: int) -> PartialCounts:
 def total_counts(partials: Sequence[PartialCounts], name: str, n: int | None = None) -> np.ndarray:
     """Return the sum of a count over all units.
 
-    Raises ValueError unless it is of n draws, those without a class included.
+    Raises ValueError unless it counts n draws, including those without a class.
     """
     total: np.ndarray = np.sum([partial[name] for partial in partials], axis=0)
     if n is not None:
@@ -713,19 +693,26 @@ def total_counts(partials: Sequence[PartialCounts], name: str, n: int | None = N
 
 
 def merge_partials(first: PartialCounts, second: PartialCounts) -> PartialCounts:
-    """The partial result of two intervals of units: counts and integer sums add up exactly."""
+    """Return the partial result of two intervals of units: counts and integer sums add up."""
     if _UNDEFINED in first or _UNDEFINED in second:
         first, second = {_UNDEFINED: [0]} | first, {_UNDEFINED: [0]} | second
     both: PartialCounts = {
         name: [a + b for a, b in zip(first[name], second[name], strict=True)]
         for name in first
-        if name not in _ONCE
+        if name != _SELECTED
     }
-    once = {name: part[name] for part in (first, second) for name in _ONCE if name in part}
-    return both | once
+    for part in (first, second):
+        if _SELECTED in part:
+            both[_SELECTED] = part[_SELECTED]
+    return both
 
 
 def require_setting(condition: bool, name: str, rule: str) -> None:
-    """Complain about a setting, from a validator of the whole section."""
+    """Raise an error of one setting, in a validator of the whole section."""
     if not condition:
         raise key_error(name, f"must be {rule}")
+
+
+def require_ascending(radii: Sequence[float]) -> None:
+    """Raise an error of the setting `radii` unless they ascend."""
+    require_setting(all(a < b for a, b in pairwise(radii)), "radii", "ascending")

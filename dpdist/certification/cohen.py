@@ -1,12 +1,12 @@
 """Certified Adversarial Robustness via Randomized Smoothing (Cohen, Rosenfeld, Kolter, ICML 2019).
 
-The smoothed classifier g says the class that f says most often under noise:
+The smoothed classifier g answers the class that f answers most often under noise:
 
     g(x) = argmax_c  p_c,   p_c = Pr[f(x + e) = c],   e ~ N(0, sigma^2 I).
 
 Theorem 1, with p_B = 1 - p_A: if p_A >= p_lower > 1/2 then g(x + d) = A for all d of L2 norm below
-R = sigma Phi^-1(p_lower). CERTIFY and PREDICT (Section 3.2) estimate g and R from draws of f; each
-errs with probability at most alpha. This is the code that `dpdist certify` and `predict` run:
+R = sigma Phi^-1(p_lower). CERTIFY and PREDICT (Section 3.2) estimate g and R from samples of f;
+each errs with probability at most alpha. `dpdist certify` and `predict` run this code:
 
     CERTIFY(f, sigma, x, n0, n, alpha)                         here
       counts0 <- SampleUnderNoise(f, x, n0, sigma)             `Cohen.sample`, by `select_class`
@@ -21,9 +21,9 @@ errs with probability at most alpha. This is the code that `dpdist certify` and 
       if BinomPValue(n_A, n_A + n_B, 1/2) <= alpha: c_A        `predict`
       else ABSTAIN                                             `predict`
 
-Draws are made in canonical blocks, so that a block can be counted anywhere and again
-(``dpdist.cluster.resumable_job``). Other noises have their own radius in other norms
-(``dpdist.certification.noise``), and other bounds are in ``dpdist.certification.variants``.
+Draws are made in canonical blocks, so that any worker counts a block alike
+(``dpdist.cluster.resumable_job``). Other noises and their radii in other norms are in
+``dpdist.certification.noise``, other bounds in ``dpdist.certification.variants``.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from dpdist.certification.certificate import (
     Verdict,
     counts_to_json,
     read_combined_noise,
+    require_ascending,
     require_setting,
     select_class,
     selected_class,
@@ -71,15 +72,12 @@ if TYPE_CHECKING:
 
 
 def combined_noise_of_table(table: pa.Table) -> CombinedNoise | None:
-    """Return the quadrature that a table of votes states.
-
-    None where its input noise alone certifies.
-    """
+    """Return the two noises that a table of votes states; None if it states input noise only."""
     return read_combined_noise(read_job_record(table), table["sigma"][0].as_py())
 
 
 def equivalent_input_noise(table: pa.Table) -> Noise:
-    """The noise on the input that all noise of a table of votes is worth."""
+    """Return the input noise that certifies as all noise of a table of votes."""
     both = combined_noise_of_table(table)
     if both is not None:
         return Gaussian(both.combined_sigma)
@@ -87,7 +85,7 @@ def equivalent_input_noise(table: pa.Table) -> Noise:
 
 
 def columns_of_bound(table: pa.Table, p_lower: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the columns that follow from a lower bound of each selected class's probability."""
+    """Return the columns that follow from lower bounds of the selected classes' probabilities."""
     radius = np.asarray(equivalent_input_noise(table).radius(p_lower))
     prediction = np.where(p_lower > 0.5, table["selected"].to_numpy(), ABSTAIN)
     return {"p_lower": p_lower, "radius": radius, "prediction": prediction}
@@ -108,13 +106,12 @@ class Smoothing(Certificate):
     noise: Literal["gaussian", "laplace", "uniform"] = "gaussian"
 
     mode: str
-    vote_title: ClassVar[str] = "vote (Cohen)"  # tells tables of one noise apart
+    vote_title: ClassVar[str] = "vote (Cohen)"  # distinguishes tables with the same noise
     draws_words: ClassVar[str] = "{n:,} draws an input"
 
     @model_validator(mode="after")
     def _validate_radii(self) -> Self:
-        rising = all(a < b for a, b in zip(self.radii[:-1], self.radii[1:], strict=True))
-        require_setting(rising, "radii", "ascending")
+        require_ascending(self.radii)
         reachable = all(
             self.smoothing_noise.probability_for_radius(r) < 1 - 1e-12 for r in self.radii
         )
@@ -150,13 +147,13 @@ class Smoothing(Certificate):
         from dpdist.certification.worker import VoteSampler, combined_noise_of_model
         from dpdist.randomness.noise_location import find_noise_location
 
-        where = find_noise_location(model).with_input_noise(self.sigma)
-        if where.has_inner_noise and self.noise != Gaussian.name:
+        location = find_noise_location(model).with_input_noise(self.sigma)
+        if location.has_inner_noise and self.noise != Gaussian.name:
             raise UserError(
-                "the model has noise of its own behind its input: certify with noise gaussian"
+                f"certify.noise: must be gaussian for a model with its own noise, got {self.noise}"
             )
-        both = combined_noise_of_model(where, model, input_shape, self.sigma)
-        return VoteSampler(self.smoothing_noise, where, both)
+        both = combined_noise_of_model(location, model, input_shape, self.sigma)
+        return VoteSampler(self.smoothing_noise, location, both)
 
     def predict(
         self, counter: ClassCounter, x: Tensor, index: int, batch: int, sampler: VoteSampler
@@ -205,15 +202,14 @@ class Smoothing(Certificate):
         both = combined_noise_of_table(table)
         if both is None:
             return (CertifiedSizes("cohen", first["norm"], title, answer, size),)
-        share = size / both.combined_sigma * (1 - 1e-12)
         found = [CertifiedSizes("cohen", "l2", f"{title} and hidden noise", answer, size)]
-        for name, of, worth, holds in (
+        for name, of, sigma, is_valid in (
             ("input", "its input noise alone", both.sigma, True),
             ("hidden", "its hidden noise alone", both.hidden_as_input_sigma, True),
             ("as_printed", "kappa + phi (does not hold)", both.sigma_as_printed, False),
         ):
-            words = f"vote, {of}"
-            found.append(CertifiedSizes(name, "l2", words, answer, share * worth, is_valid=holds))
+            own = size / both.combined_sigma * (1 - 1e-12) * sigma
+            found.append(CertifiedSizes(name, "l2", f"vote, {of}", answer, own, is_valid=is_valid))
         return tuple(found)
 
     @classmethod
@@ -237,10 +233,7 @@ class Smoothing(Certificate):
         "radii" is empty if no result depends on them.
         """
         free = certificates.certificate_class.result_free_fields
-        return {
-            "sigma": certificates.sigma,
-            "radii": () if "radii" in free else certificates.radii,
-        }
+        return {"sigma": certificates.sigma, "radii": () if "radii" in free else certificates.radii}
 
 
 # --- CERTIFY and PREDICT ----------------------------------------------------------------------
@@ -293,8 +286,7 @@ class Cohen(Smoothing):
     """
 
     mode: Literal["fixed"] = "fixed"
-    # only what is to be shown of the results
-    result_free_fields: ClassVar[frozenset[str]] = frozenset({"radii"})
+    result_free_fields: ClassVar[frozenset[str]] = frozenset({"radii"})  # they are only shown
     default_batch: ClassVar[int] = 1000
     max_device_batch: ClassVar[int] = 32768
 
@@ -417,17 +409,11 @@ class Cohen(Smoothing):
         """
         from dpdist.certification.worker import VoteSampler
 
-        settings = cls.model_validate(
-            {
-                "sigma": certificates.sigma,
-                "n0": certificates.n0,
-                "n": certificates.n,
-                "alpha": certificates.alpha,
-            }
-            | {"batch": batch, "noise": certificates.noise}
-        )
-        quadrature = read_combined_noise(certificates.job_record, certificates.sigma)
-        return settings, VoteSampler(settings.smoothing_noise, combined_noise=quadrature)
+        names = ("sigma", "noise", "n0", "n", "alpha")
+        stated = {name: getattr(certificates, name) for name in names}
+        settings = cls.model_validate({**stated, "batch": batch})
+        both = read_combined_noise(certificates.job_record, certificates.sigma)
+        return settings, VoteSampler(settings.smoothing_noise, combined_noise=both)
 
 
 def sample_under_noise(
@@ -439,17 +425,15 @@ def sample_under_noise(
     n: int,
     stage: str = keys.ESTIMATE,
 ) -> np.ndarray:
-    """SampleUnderNoise: the counts of the classes over canonical blocks of the n draws.
+    """Return the counts of the classes over canonical blocks of the n draws: int (classes,).
 
-    The last block may be counted in part. Draws without a class are in none of the counts: int
-    (classes,).
+    The last block may be counted in part. Draws without a class are not counted.
     """
-
-    def counts(block: int) -> np.ndarray:
-        draws = min(batch, n - block * batch)
-        return counter.histogram(x, index, stage, block, batch, draws)
-
-    result: np.ndarray = np.sum([counts(block) for block in blocks], axis=0)
+    counts = [
+        counter.histogram(x, index, stage, block, batch, min(batch, n - block * batch))
+        for block in blocks
+    ]
+    result: np.ndarray = np.sum(counts, axis=0)
     return result
 
 
@@ -461,19 +445,19 @@ def certify(
     draws: int | None = None,
     lower_confidence_bound: Callable[..., Any] = clopper_pearson_lower,
 ) -> Verdict:
-    """CERTIFY, given a class chosen by other draws and the counts of n draws: int (classes,).
+    """Return the verdict of CERTIFY from the counts of n draws, int (classes,).
 
-    With probability at least 1 - alpha over the draws: the smoothed classifier says the prediction
-    in the ball of the radius around the input, or the verdict abstains. draws: n, of which some may
-    have had no class, and count against the selected one; None: all had one.
-    lower_confidence_bound: LowerConfBound.
+    With probability at least 1 - alpha over the draws, the smoothed classifier answers the
+    prediction in the ball of the radius around the input, or the verdict abstains. selected: the
+    class chosen by other draws. draws: n; those without a class count against the selected one.
+    None: all had a class. lower_confidence_bound: LowerConfBound.
     """
-    c_a, n = selected, int(counts.sum()) if draws is None else draws
-    n_a = int(counts[c_a])
+    n = int(counts.sum()) if draws is None else draws
+    n_a = int(counts[selected])
     p_a = float(lower_confidence_bound(n_a, n, alpha))
     return Verdict(
-        prediction=c_a if p_a > 0.5 else ABSTAIN,
-        selected=c_a,
+        prediction=selected if p_a > 0.5 else ABSTAIN,
+        selected=selected,
         k=n_a,
         n=n,
         p_lower=p_a,
@@ -483,11 +467,11 @@ def certify(
 
 
 def predict(counts: np.ndarray, alpha: float, draws: int | None = None) -> int:
-    """PREDICT (Proposition 1): the most frequent class, or -1 unless it beats the second.
+    """Return the class by PREDICT (Proposition 1): the most frequent one, or -1 if it is not sure.
 
-    Another class than the smoothed classifier's is returned with probability at most alpha. draws:
-    how many were made; those without a class are an outcome beside the classes, which is never
-    returned. None: all had one.
+    A class other than the smoothed classifier's is returned with probability at most alpha. draws:
+    their number; those without a class are one more outcome, which is never returned. None: all had
+    a class.
     """
     undefined = 0 if draws is None else draws - int(np.sum(counts))
     c_a, *others = np.argsort(-np.asarray(counts), kind="stable")

@@ -38,8 +38,8 @@ class RunFolderLike(Protocol):
 class EvaluatedModel:
     """The evaluated model and its data.
 
-    subject: the model; None for evaluations that need none. test_data: the named test data;
-    load_training_data: reads the private records; recipe: of the model, for evaluations that train
+    subject: the model; None for evaluations that need none. test_data: the named test data.
+    load_training_data: reads the private records. recipe: of the model, for evaluations that train
     others like it.
     """
 
@@ -50,12 +50,12 @@ class EvaluatedModel:
 
 
 class Evaluation:
-    """One evaluation: a frozen dataclass of its settings.
+    """One evaluation: its settings, the only reader of its results, and its job.
 
-    file: what `read` reads, in a folder of its own. private: whether results say something of
-    single training records. They then lie in private/: no release, no report, no archive without
-    private state and no `cluster fetch` takes anything from there. needs_trained_model: whether it
-    needs the run's own model. progress_unit: what its progress counts.
+    file: name of the results that `read` reads, in their own folder. private: whether results
+    depend on single training records. Then they are in private/: releases, reports, archives
+    without private state and `cluster fetch` do not include them. needs_trained_model: whether it
+    evaluates the run's own model. progress_unit: what its progress counts.
     """
 
     name: ClassVar[str]
@@ -66,7 +66,7 @@ class Evaluation:
 
     @property
     def folder_name(self) -> str:
-        """Return the default folder of the results; its name tells two evaluations apart."""
+        """Return the default name of the results' folder."""
         raise NotImplementedError
 
     def data_recipe(self, recipe: Any) -> Any:
@@ -74,40 +74,45 @@ class Evaluation:
         return recipe
 
     def job_spec(self, subject: EvaluatedModel) -> JobSpec:
-        """The job: what its results depend on, its blocks and the worker that does them."""
+        """Return the job that computes the results."""
         raise NotImplementedError
 
     @classmethod
     def read(cls, path: Path) -> Any:
-        """The results in a file, for every reader, with the `path` and the hash of the `model` that
-        they are of where they say so. Raises UserError when it is damaged."""
+        """Return the results in a file, with its `path` and the hash of their `model` if stated.
+
+        Raises UserError if the file is damaged.
+        """
         raise NotImplementedError
 
     @classmethod
     def summary_rows(cls, results: Sequence[Any]) -> list[tuple[str, str]]:
-        """Name and value of what was read, for the summary and the report of a run."""
+        """Return name and value of results, for the summary and the report of a run."""
         raise NotImplementedError
 
     @classmethod
     def results_folder(cls, run: RunFolderLike) -> Path:
-        """The folder of all results of this kind."""
+        """Return the folder of all results of this kind."""
         return (run.private if cls.private else run.path) / FOLDER
 
     @classmethod
     @final
     def read_all(cls, run: RunFolderLike) -> list[Any]:
-        """All finished results of a run."""
+        """Return all finished results of a run."""
         return [cls.read(path) for path in sorted(cls.results_folder(run).glob(f"*/{cls.file}"))]
 
     @final
     def output_folder(self, run: RunFolderLike, output: Path | None = None) -> Path:
-        """The folder of this one's results. Raises UserError where they would not stay private."""
+        """Return the folder of the results.
+
+        Raises UserError for a folder from which private results could be published.
+        """
         if output is None:
             return self.results_folder(run) / self.folder_name
         around = run.enclosing_run(output)
         if self.private and around and not output.resolve().is_relative_to(around.private):
             raise UserError(
-                f"{output}: {self.name} says something of training records, and what lies there "
-                f"may be published; choose a folder in {around.private}, or outside the run"
+                f"{output}: results of {self.name} depend on single training records, and files "
+                f"there may be published; choose a folder in {around.private}, or outside the run"
             )
         return output

@@ -1,13 +1,12 @@
 """Certificates of one input from expected scores under the model's own hidden noise.
 
 The network is rest(first(x) + N(0, std^2)), first affine. A change of the input of size mu moves
-first(x) / sqrt(K r) by at most mu times a norm of the first layer, so all that lies behind the
-noise is a Gaussian mechanism of noise sigma_r at that sensitivity: PixelDP's condition, HGM's, and
-the exact Gaussian profile all apply (``dpdist.certification.score_bounds``). Sizes are in input
-units.
+first(x) / sqrt(K r) by at most mu times a norm of the first layer. So the network after the noise
+is a Gaussian mechanism of noise sigma_r at that sensitivity: PixelDP's condition, HGM's, and the
+exact Gaussian profile all apply (``dpdist.certification.score_bounds``). Sizes are in input units.
 
 Scores are the softmax rounded down to multiples of 2^-20. Their sums are integers, so a table does
-not depend on how the draws were cut into pieces; and they are scores in [0, 1] like any others.
+not depend on how the draws were split over workers.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from dpdist.certification.table import (
 from dpdist.core.binomial import clopper_pearson_lower
 from dpdist.core.errors import UserError
 from dpdist.core.fields import RejectBool
-from dpdist.core.files import ColumnSpec, check_shape
+from dpdist.core.files import ColumnSpec, check_shape, error_text
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -60,15 +59,14 @@ CERTIFICATE_TITLES = {
     "exact": "exact profile",  # of expected scores: no epsilon_r
     "cohen": "vote (Cohen)",  # exact profile of the majority vote, Clopper-Pearson
 }
-VOTE_CERTIFICATE = "cohen"  # the one that speaks of votes; the others speak of mean scores
+VOTE_CERTIFICATE = "cohen"  # applies to the vote; the others apply to mean scores
 AS_PRINTED = "as_printed_linf"
 SIZE_COLUMNS = (*(f"{name}_{norm}" for name in CERTIFICATE_TITLES for norm in NORMS), AS_PRINTED)
 
 ScoreBound = Literal["hoeffding", "bernstein", "counts"]
 
-_HiddenNoise = TypeVar("_HiddenNoise", bound="HiddenNoiseCertificate")
 _Kind = TypeVar("_Kind", bound="ExpectedScores")
-COUNTS_BOUND = "counts"  # the bound by which scores are votes: one for the class that a draw says
+COUNTS_BOUND = "counts"  # the bound whose scores are votes: 1 for the class of a draw's answer
 
 
 # Sums of squares of scores, each at most SCORE_UNIT^2, are stored as int64.
@@ -76,7 +74,7 @@ MAX_DRAWS = 2**63 // SCORE_UNIT**2 - 1
 
 
 class HiddenNoiseCertificate(Certificate):
-    """Base of certificates of scores under the noise behind a model's first layer."""
+    """Base of certificates of scores under the noise after a model's first layer."""
 
     n: Annotated[int, RejectBool, Field(ge=2, le=MAX_DRAWS)] = 100_000
 
@@ -157,7 +155,7 @@ class ExpectedScores(HiddenNoiseCertificate):
 
     mode: ClassVar[str] = "scores"
     result_free_fields: ClassVar[frozenset[str]] = frozenset({"radii"})
-    binned_fields: ClassVar[tuple[str, ...]] = ()  # what of the scores' histograms is added up
+    binned_fields: ClassVar[tuple[str, ...]] = ()  # fields of `BlockScores` that are also summed
 
     def sample(
         self,
@@ -221,7 +219,10 @@ class ExpectedScores(HiddenNoiseCertificate):
     def certify_counts(
         self, counts: Mapping[str, Any], selected: int, scale: float, norms: Sensitivity
     ) -> ScoreVerdict:
-        """Return all certificates of one input, from its counts by name."""
+        """Return all certificates of one input, from its counts by name.
+
+        scale: standard deviation of the noise, sigma_r. norms: sensitivity of the first layer.
+        """
         sums, squares, votes = (np.asarray(counts[n]) for n in ("sums", "squares", "histogram"))
         return certify_scores(sums, squares, votes, selected, self, scale, norms)
 
@@ -389,21 +390,8 @@ class ExpectedScores(HiddenNoiseCertificate):
             bound, and the `ScoreSampler` that draws scores under the model's own noise. Pass it to
             `settings.sample` and `settings.decide` as `sampler`.
         """
-        from dpdist.certification.worker import ScoreSampler
-
-        (bound,) = certificates.table["bound"].unique().to_pylist()
-        settings = cls.model_validate(
-            {
-                "n": certificates.n,
-                "n0": certificates.n0,
-                "alpha": certificates.alpha,
-                "bound": bound,
-            }
-            | {"norm": norm, "batch": batch}
-        )
-        return settings, ScoreSampler(
-            certificates.sigma, Sensitivity(**certificates.job_record["sensitivity"])
-        )
+        own = cls.comparison_key(certificates)  # the settings of this kind
+        return recreate_scores(cls, certificates, norm, batch, **own)
 
     @classmethod
     def describe(cls, certificates: CertificateTable) -> str:
@@ -413,7 +401,8 @@ class ExpectedScores(HiddenNoiseCertificate):
     @classmethod
     def comparison_key(cls, certificates: CertificateTable) -> dict[str, Any]:
         """Return the bound of the scores, a dict with "bound"."""
-        return {"bound": certificates.table["bound"][0].as_py()}
+        names = [name for name in ("bound", "one_sided") if name in cls.model_fields]
+        return {name: certificates.table[name][0].as_py() for name in names}
 
 
 class BettingScores(ExpectedScores):
@@ -421,15 +410,14 @@ class BettingScores(ExpectedScores):
 
     Attributes:
         one_sided: Bound only the class that n0 other draws chose, from below and at the whole
-            error; the others have at most the rest. Otherwise every class is bounded from both
-            sides.
+            error; the others have at most what is left. False: bound every class from both sides.
     """
 
     bound: Literal["betting"] = "betting"  # type: ignore[assignment]
     one_sided: bool = False
 
     mode: ClassVar[str] = "betting"
-    binned_fields: ClassVar[tuple[str, ...]] = ("bins", "excess")  # of `betting.binned`
+    binned_fields: ClassVar[tuple[str, ...]] = ("bins", "excess")
 
     def certify_counts(
         self, counts: Mapping[str, Any], selected: int, scale: float, norms: Sensitivity
@@ -487,20 +475,19 @@ class BettingScores(ExpectedScores):
     def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
         """Return the columns that follow from the bounds that the rows state.
 
-        The bounds must be those that the capital allows: not numbers elsewhere. Made anew
-        they would take twenty times as long.
+        The bounds are checked against the capital; to recompute them takes twenty times as long.
         """
         one_sided = table["one_sided"][0].as_py()
         lower, upper = (table[name].to_numpy() for name in ("p_lower", "p_upper"))
         labels = np.full(len(lower), ABSTAIN)
         rows = table.select(["selected", *cls.binned_fields]).to_pylist()
-        for place, each in enumerate(rows):
+        for i, row in enumerate(rows):
             bins, excess = (
-                np.reshape(each[name], (-1, score_bounds.NUM_BINS)) for name in cls.binned_fields
+                np.reshape(row[name], (-1, score_bounds.NUM_BINS)) for name in cls.binned_fields
             )
-            selected = each["selected"] if one_sided else None
-            stated = lower[place], upper[place]
-            labels[place] = score_bounds.verified_label(bins, excess, *stated, alpha, selected)
+            selected = row["selected"] if one_sided else None
+            stated = lower[i], upper[i]
+            labels[i] = score_bounds.verified_label(bins, excess, *stated, alpha, selected)
         known = labels != ABSTAIN
         p_a, p_b = np.where(known, lower, np.nan), np.where(known, upper, np.nan)
         both = np.stack([np.nan_to_num(p_a), np.zeros(len(lower))], 1)
@@ -509,23 +496,23 @@ class BettingScores(ExpectedScores):
         return {**made, "p_lower": p_a, "p_upper": p_b}
 
     @classmethod
-    def recreate(
-        cls, certificates: CertificateTable, norm: str, batch: int
-    ) -> tuple[ExpectedScores, ScoreSampler]:
-        settings, place = super().recreate(certificates, norm, batch)
-        one_sided = {"one_sided": certificates.table["one_sided"][0].as_py()}
-        return settings.model_copy(update=one_sided), place
-
-    @classmethod
     def describe(cls, certificates: CertificateTable) -> str:
         return f"{super().describe(certificates)}, bounded by betting"
 
-    @classmethod
-    def comparison_key(cls, certificates: CertificateTable) -> dict[str, Any]:
-        return {
-            **super().comparison_key(certificates),
-            "one_sided": certificates.table["one_sided"][0].as_py(),
-        }
+
+def recreate_scores(
+    kind: type[_Kind], certificates: CertificateTable, norm: str, batch: int, **own: Any
+) -> tuple[_Kind, ScoreSampler]:
+    """Return settings of a kind with a table's draws and error, and the sampler of its noise.
+
+    own: settings that only this kind has.
+    """
+    from dpdist.certification.worker import ScoreSampler
+
+    shared = {name: getattr(certificates, name) for name in ("n", "n0", "alpha")}
+    settings = kind.model_validate({**shared, "norm": norm, "batch": batch, **own})
+    sensitivity = Sensitivity(**certificates.job_record["sensitivity"])
+    return settings, ScoreSampler(certificates.sigma, sensitivity)
 
 
 @dataclass(frozen=True)
@@ -534,7 +521,7 @@ class ScoreVerdict:
 
     prediction: the class with the largest lower bound, -1 unless its exact size is positive.
     sizes: by column, certificate_norm. k of n draws voted for ``selected``, which n0 other draws
-    chose. more: columns of a kind of its own.
+    chose. more: additional columns of the kind.
     """
 
     prediction: int
@@ -569,7 +556,7 @@ class ScoreVerdict:
 def compute_score_bounds(
     sums: np.ndarray, squares: np.ndarray, histogram: np.ndarray, settings: ExpectedScores
 ) -> ScoreBounds:
-    """Bounds of all expected scores, valid together at the settings' error."""
+    """Return bounds of all expected scores, valid together at the settings' error."""
     n, eta = settings.n, 1 - settings.alpha
     if settings.bound == COUNTS_BOUND:
         return score_bounds.score_bounds_counts(histogram, eta, n)
@@ -590,7 +577,7 @@ def certify_scores(
     norms: Sensitivity,
     bounds: ScoreBounds | None = None,
 ) -> ScoreVerdict:
-    """Compute every certificate from the integer sums of one input.
+    """Return every certificate that follows from the integer sums of one input.
 
     scale: sigma_r, to which sizes are proportional. bounds: by default those of the settings.
     """
@@ -620,7 +607,7 @@ def certify_scores(
 def compute_certified_sizes(
     bounds: ScoreBounds, vote: Any, printed: ScoreBounds, scale: float, norms: Sensitivity
 ) -> dict[str, Any]:
-    """Return the size of every certificate, by column: a number each, or (N,) of N inputs.
+    """Return the size of every certificate, by column: a number, or an array (N,) for N inputs.
 
     vote: lower bound of the selected class's probability. printed: bounds as the papers print them.
     """
@@ -644,7 +631,10 @@ def compute_certified_sizes(
 def columns_of_bounds(
     table: pa.Table, alpha: float, bounds: ScoreBounds, label: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return the columns that follow from bounds of all rows, and the class that they are for."""
+    """Return the columns that follow from bounds of all rows.
+
+    label: (N,), the class with the largest lower bound.
+    """
     found = list_columns(table, "sums")
     assert found is not None
     n = table["n"].to_numpy()
@@ -655,13 +645,17 @@ def columns_of_bounds(
     scale, norms = table["sigma"][0].as_py(), read_sensitivity(table)
     sizes = compute_certified_sizes(bounds, vote, printed, scale, norms)
     radius = sizes[f"exact_{table['norm'][0].as_py()}"]
-    prediction = np.where(radius > 0, label, ABSTAIN)
-    more = {"p_lower": bounds.p_a, "p_upper": bounds.p_b}
-    return {**sizes, **more, "radius": radius, "prediction": prediction}
+    return {
+        **sizes,
+        "p_lower": bounds.p_a,
+        "p_upper": bounds.p_b,
+        "radius": radius,
+        "prediction": np.where(radius > 0, label, ABSTAIN),
+    }
 
 
 def read_sensitivity(table: pa.Table) -> Sensitivity:
-    """The norms of the first layer that a table states. Raises UserError where it states none."""
+    """Return the norms of the first layer that a table states. Raises UserError if damaged."""
     where, names = "the table's description", [each.name for each in fields(Sensitivity)]
     found = check_shape(
         read_job_record(table), where, {f"sensitivity.{name}": float for name in names}
@@ -673,10 +667,10 @@ def read_sensitivity(table: pa.Table) -> Sensitivity:
 
 
 def read_table_settings(settings_class: type[_Kind], table: pa.Table, alpha: float) -> _Kind:
-    """The settings that a table's rows state, at an error. Raises UserError where they are none."""
+    """Return the settings that a table's rows state, at an error. Raises UserError if damaged."""
     names = [n for n in ("n", "n0", "norm", "bound", "one_sided") if n in table.column_names]
     given = {name: table[name][0].as_py() for name in names if name in settings_class.model_fields}
     try:
         return settings_class.model_validate({**given, "alpha": alpha})
     except ValidationError as error:
-        raise UserError(f"the table: damaged: its rows are of no settings: {error}") from None
+        raise UserError(f"the table: damaged: its rows' settings: {error_text(error)}") from None

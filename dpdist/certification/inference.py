@@ -1,13 +1,13 @@
 """The executed classifier of a run: graph, number format, batch, noise stream and device.
 
-It is fixed before counting, because a certificate speaks about the function that was sampled. The
-fastest inference backend is chosen by a short probe once, must give the same argmax as the original
-on a check batch (where rounding does not decide it), is recorded, and is the only one that any
-worker executes. A form in another number format ("bf16") is another function: it is used only on
-request, and the certificates are its own. Which generator makes the noise is part of the executed
-classifier too: a stream fills a tensor with a noise, as a pure function of a unit's key and of the
-tensor's shape. A device is made repeatable before it counts; no part of this has run on a GPU yet:
-it is tested on a simulated device.
+It is fixed before counting, because a certificate applies to the function that was sampled. The
+fastest inference backend is chosen once by a short probe, must give the same argmax as the original
+on a check batch (unless rounding decides it), is recorded, and is the only one that any worker
+executes. A backend in a different number format ("bf16") is a different function: it is used only
+on request, and the certificates are of that function. The generator of the noise is part of the
+executed classifier too: a stream fills a tensor with noise, as a pure function of a unit's key and
+of the tensor's shape. A device is made deterministic before it counts. This has not run on a GPU
+yet: it is tested on a simulated device.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from dpdist.randomness.keys import AesWords
 # --- the device that counts -------------------------------------------------------------------
 
 
-GPU = "cuda"  # what Ray calls a GPU, torch calls so: NVIDIA's and AMD's
-_TRIAL = 64  # rows of the pass by which memory is measured
-_SHARE = 0.5  # of the free memory, for one pass
+GPU = "cuda"  # torch's name of what Ray calls a GPU: NVIDIA's and AMD's
+_TRIAL_ROWS = 64  # of the pass that measures memory
+_MEMORY_SHARE = 0.5  # of the free memory, for one pass
 
 
 def require_device(device: torch.device) -> None:
@@ -51,8 +51,10 @@ def require_device(device: torch.device) -> None:
 
 
 def make_deterministic(device: torch.device) -> None:
-    """Make a GPU repeatable, for the whole process: deterministic kernels, and float32 that is
-    float32 (no TF32). A model whose layers have no such kernels raises when it runs."""
+    """Make a GPU deterministic for the whole process, and its float32 exact (no TF32).
+
+    A model with a layer that has no deterministic kernel raises an error when it runs.
+    """
     if device.type != GPU:
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -63,17 +65,20 @@ def make_deterministic(device: torch.device) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the device name stored with the results, since other hardware may round otherwise."""
+    """Return the device name to store with results, since other hardware may round differently."""
     if device.type == "cpu":
         return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     return str(torch.get_device_module(device).get_device_name(device))
 
 
 def max_batch_rows(network: nn.Module, row: Tensor, max_rows: int, share: float) -> int:
-    """The largest power of two of rows (1, ...), up to `max_rows`, of which a pass takes no more
-    than half of the device's free memory, noise included. share: of the device that is its own."""
+    """Return the largest power of two of rows whose pass fits half of the device's free memory.
+
+    row: one input, (1, ...); its noise is included. max_rows: upper limit of the result. share:
+    fraction of the device that this process may use.
+    """
     module, device = torch.get_device_module(row.device), row.device
-    trial = row.repeat(_TRIAL, *[1] * (row.dim() - 1))
+    trial = row.repeat(_TRIAL_ROWS, *[1] * (row.dim() - 1))
     with torch.inference_mode():
         network(trial)
         module.synchronize(device)
@@ -81,24 +86,28 @@ def max_batch_rows(network: nn.Module, row: Tensor, max_rows: int, share: float)
         before = module.memory_allocated(device)
         network(trial)
         module.synchronize(device)
-    taken = max(0, module.max_memory_allocated(device) - before) / _TRIAL
+    taken = max(0, module.max_memory_allocated(device) - before) / _TRIAL_ROWS
     free, _ = module.mem_get_info(device)
-    each = taken + 3 * row.nbytes  # the noise, and the input with it in two number formats
-    rows = max(1, int(_SHARE * share * free / each))
-    return max(1, min(max_rows, 1 << (rows.bit_length() - 1)))
+    row_bytes = taken + 3 * row.nbytes  # the noise, and the input with it in two number formats
+    return max(1, min(max_rows, power_of_two(int(_MEMORY_SHARE * share * free / row_bytes))))
+
+
+def power_of_two(number: int) -> int:
+    """Return the largest power of two up to a number; 1 below 1."""
+    return 1 << (max(1, number).bit_length() - 1)
 
 
 # --- noise streams ----------------------------------------------------------------------------
 
 
 CPU = torch.device("cpu")
-# Places of Philox made at a time: those of a CPU stay in its cache. A fixed number, since vector
-# instructions may end a piece otherwise than they go through its middle.
+# Philox counters per call: on a CPU as many as stay in its cache. The number is fixed, since vector
+# instructions may round the end of a piece differently than its middle.
 _PIECE, _PIECE_ON_CPU = 1 << 22, 1 << 14
 
 
 class Stream(Protocol):
-    """device: where the tensors are that it fills."""
+    """A generator of noise. device: of the tensors that it fills."""
 
     name: ClassVar[str]
 
@@ -106,12 +115,12 @@ class Stream(Protocol):
     def device(self) -> torch.device: ...
 
     def fill(self, noise: Noise, key: bytes, out: Tensor) -> Tensor:
-        """`out`, float32 and contiguous, filled with the noise of the key."""
+        """Fill `out`, float32 and contiguous, with the noise of a key, and return it."""
         ...
 
 
 class Aes:
-    """AES-128 in counter mode, on the CPU; a tensor elsewhere is filled here and brought over."""
+    """AES-128 in counter mode, on the CPU; noise for other devices is copied to them."""
 
     name: ClassVar[str] = "aes"
 
@@ -120,14 +129,14 @@ class Aes:
         self._words = AesWords()
 
     def fill(self, noise: Noise, key: bytes, out: Tensor) -> Tensor:
-        made = out if out.device.type == "cpu" else torch.empty(out.shape)
+        on_cpu = out if out.device.type == "cpu" else torch.empty(out.shape)
         size = out.numel() + out.numel() % 2  # Box-Muller takes words in pairs
-        noise.draw(self._words.fill(key, size), made.numpy().reshape(-1))
-        return out if made is out else out.copy_(made)
+        noise.draw(self._words.fill(key, size), on_cpu.numpy().reshape(-1))
+        return out if on_cpu is out else out.copy_(on_cpu)
 
 
 class Philox:
-    """Philox4x32-10, on the device itself: no number crosses over."""
+    """Philox4x32-10, on the device itself."""
 
     name: ClassVar[str] = "philox"
 
@@ -150,19 +159,14 @@ class Philox:
 STREAMS: dict[str, type[Aes] | type[Philox]] = {kind.name: kind for kind in (Aes, Philox)}
 
 
-def default_generator(device: torch.device) -> str:
-    """The generator where none is asked for: AES on CPUs, as ever, Philox where there is no AES."""
-    return Aes.name if device.type == "cpu" else Philox.name
-
-
 # --- the executed classifier ------------------------------------------------------------------
 
 
 Form = Callable[[Tensor], Tensor]
 _CPU_ROWS = 500
-_MOST_NUMBERS = 2**29  # of a batch that a table names
-# What the order of two logits may owe to rounding (FORMS sum in other orders), of the larger one of
-# the two classes' largest in a batch; and the share of a batch that may be so close.
+_MOST_NUMBERS = 2**29  # of a batch that a table states
+# The difference of two logits that rounding may cause (backends sum in different orders), relative
+# to the larger one of the two classes' largest in a batch; and the fraction of such rows allowed.
 _TIE, _MANY = 1e-5, 0.01
 
 
@@ -170,9 +174,8 @@ _TIE, _MANY = 1e-5, 0.01
 class ClassifierSpec:
     """The executed form of a classifier.
 
-    check: digest of its argmax on the check batch; notes: refused forms. Both are of that
-    batch, which is random; all else is of the function, the rate of the machine. device: its
-    kind; generator: of the noise that is counted.
+    check: digest of its argmax on the check batch, which is random. notes: rejected backends. rate:
+    rows per second on this machine. device: its kind. generator: of the counted noise.
     """
 
     backend: str
@@ -187,9 +190,9 @@ class ClassifierSpec:
 
     @property
     def pinned_fields(self) -> dict[str, Any]:
-        """Return the properties that results depend on: all but the rate, which varies.
+        """Return the properties that results depend on: all but the rate.
 
-        Where device and generator are not stated, they are CPU and AES.
+        CPU and AES are the defaults of device and generator, and omitted.
         """
         pinned = asdict(self)
         del pinned["rate"]
@@ -200,33 +203,36 @@ class ClassifierSpec:
 
     @classmethod
     def from_pinned(cls, pinned: dict[str, Any], rate: float = 0.0) -> ClassifierSpec:
-        """Return the pinned backend, with the rate at which it works here."""
+        """Return the classifier of pinned fields, with its rate on this machine."""
         return cls(**{**pinned, "notes": tuple(pinned["notes"])}, rate=rate)
 
     def check_memory(self, shape: Sequence[int], context: object) -> None:
-        """Raise UserError for batches of inputs of this shape that fit no memory."""
+        """Raise UserError if a batch of inputs of this shape would not fit the memory."""
         if self.batch * math.prod(shape) > _MOST_NUMBERS:
-            raise UserError(f"{context}: damaged: batches of {self.batch:,} inputs fit no memory")
+            raise UserError(
+                f"{context}: damaged: batches of {self.batch:,} inputs do not fit the memory"
+            )
 
     def on_cpu(self) -> ClassifierSpec:
-        """Return the form that a CPU executes in its place, in batches for a CPU's memory."""
+        """Return the same form for a CPU, in batches for a CPU's memory."""
         if self.device == CPU.type:
             return self
         batch = min(self.batch, _CPU_ROWS)
         return replace(self, device=CPU.type, generator=Aes.name, batch=batch)
 
     def for_check_batch(self, model: nn.Module, check_batch: Tensor) -> ClassifierSpec:
-        """The same form where another check batch lies, with noise by AES."""
+        """Return the same form for a different check batch and its device, with noise by AES."""
         device = check_batch.device
         executed = ExecutedClassifier(model, self.backend, [tuple(check_batch.shape)], device)
-        return ClassifierSpec(
-            self.backend,
-            len(check_batch),
-            torch.__version__,
-            device_name(device),
-            digest_classes(executed(check_batch)),
-            self.rate,
+        return replace(
+            self,
+            batch=len(check_batch),
+            torch_version=torch.__version__,
+            machine=device_name(device),
+            check=digest_classes(executed(check_batch)),
+            notes=(),
             device=device.type,
+            generator=Aes.name,
         )
 
 
@@ -234,11 +240,11 @@ def read_classifier_spec(job_record: Mapping[str, Any], context: object) -> Clas
     """Return the executed classifier that a table names.
 
     Args:
-        job_record: what the table says of itself; of the check batch it may say nothing.
-        context: begins a complaint.
+        job_record: the table's record; it need not state the check batch.
+        context: first words of error messages.
 
     Raises:
-        UserError: it names none that could be executed.
+        UserError: the record has no classifier that could be executed.
     """
     record = ClassifierRecord.parse(job_record.get("classifier", {}), f"{context}: classifier")
     return ClassifierSpec.from_pinned(record.model_dump())
@@ -259,17 +265,18 @@ class ExecutedClassifier:
         with torch.inference_mode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # trace and freeze announce their deprecation
             self._run = FORMS[backend](model, torch.zeros(shapes[0], device=device))
-            for shape in shapes if backend in _SPECIALIZED or may_hold_script(model) else ():
+            if backend in _SPECIALIZED or may_hold_script(model):
                 # The graph executor specializes during the first calls; afterwards it is fixed.
-                for _ in range(_WARM):
-                    self._run(torch.zeros(shape, device=device))
+                for shape in shapes:
+                    for _ in range(_WARM):
+                        self._run(torch.zeros(shape, device=device))
 
     def __call__(self, batch: Tensor) -> Tensor:
-        """Return the class of each row, int64 (B,): NO_CLASS where a logit is not finite."""
+        """Return the class of each row, int64 (B,): NO_CLASS if a logit is not finite."""
         return predicted_classes(self.logits(batch))
 
     def logits(self, batch: Tensor) -> Tensor:
-        """(B, classes)."""
+        """Return the logits of a batch: (B, classes)."""
         with torch.inference_mode():
             return self._run(batch)
 
@@ -281,13 +288,12 @@ def choose_backend(
     rows: Sequence[int] = (),
     seconds: float = math.inf,
 ) -> tuple[ClassifierSpec, ExecutedClassifier]:
-    """Return a fast form that agrees with the model on `check_batch`, and on as many other rows.
+    """Return a fast backend that agrees with the model on `check_batch`, on its device.
 
-    requested: the form to take if it does; if not, the original ("eager") is taken. It is executed
-    where the batch lies. rows: the other batch sizes; a trace may hold the one that it was made at.
-    seconds: to be spent on forms that nobody asked for; one that would take more is not tried. The
-    time of a pass over the check batch says how long the others would take, before they are made:
-    where no form fits, that one pass is all.
+    requested: the backend to use if it agrees; if not, the original ("eager") is used. rows: other
+    batch sizes to check, since a trace may depend on the size it was made at. seconds: time to
+    spend on backends that were not requested. One that would take longer is not tested, as the time
+    of a first pass over the check batch predicts.
     """
     batch, device = len(check_batch), check_batch.device
     others = (torch.arange(size) % batch for size in dict.fromkeys(rows) if size != batch)
@@ -295,29 +301,31 @@ def choose_backend(
     shapes = [tuple(each.shape) for each in batches]
     original = ExecutedClassifier(model, "eager", shapes, device)
     began = time.perf_counter()
-    logits, each_pass = _timed_logits(original, check_batch)
-    every, answers = [logits], {"eager": predicted_classes(logits)}
-    one = each_pass * sum(map(len, batches)) / batch  # of all batches
+    expected = [original.logits(check_batch)]
+    answers = {"eager": predicted_classes(expected[0]).cpu()}  # waits for the device
+    pass_seconds = time.perf_counter() - began
+    all_batches = pass_seconds * sum(map(len, batches)) / batch  # seconds
     candidates, notes = {"eager": original}, list[str]()
-    forms = (requested,) if requested is not None else _usual_forms(device)
+    usual = DEFAULT_FORMS if device == CPU else ACCELERATOR_FORMS
+    forms = usual if requested is None else (requested,)
 
-    def is_tried(backend: str) -> bool:
+    def is_tested(backend: str) -> bool:
         passes = 2 + 2 * _LEAST_ROUNDS * 3 + (_WARM if backend in _SPECIALIZED else 0)
-        late = time.perf_counter() - began + passes * one > seconds
+        late = time.perf_counter() - began + passes * all_batches > seconds
         misfit = backend in IMAGE_ONLY_FORMS and check_batch.dim() != 4
         return backend not in candidates and (requested is not None or not (late or misfit))
 
-    if not any(map(is_tried, forms)):
-        return _spec("eager", batch, device, answers["eager"], each_pass), original
-    every += [original.logits(each) for each in batches[1:]]
+    if not any(map(is_tested, forms)):
+        return _spec("eager", batch, device, answers["eager"], pass_seconds), original
+    expected += [original.logits(each) for each in batches[1:]]
     for backend in forms:
-        if not is_tried(backend):
+        if not is_tested(backend):
             continue
         try:
             built = ExecutedClassifier(model, backend, shapes, device)
-            said = [built(each) for each in batches]
-            differing, answer = max(map(differing_rows, every, said)), said[0]
-        except Exception as error:  # a form may fail in any way; the original remains
+            found = [built(each) for each in batches]
+            differing, answer = max(map(differing_rows, expected, found)), found[0]
+        except Exception as error:  # a backend may fail in any way; the original remains
             notes.append(f"{backend}: cannot be built ({type(error).__name__})")
             continue
         if differing:
@@ -328,40 +336,38 @@ def choose_backend(
             continue
         candidates[backend], answers[backend] = built, answer
     left = seconds - (time.perf_counter() - began)
-    rounds = min(_ROUNDS, max(_LEAST_ROUNDS, left / (3 * one * len(candidates))))
+    rounds = min(_ROUNDS, max(_LEAST_ROUNDS, left / (3 * all_batches * len(candidates))))
     times = _time_forms(candidates, check_batch, int(rounds))
     best = requested if requested in candidates else _choose_fastest(times, forms)
     return _spec(best, batch, device, answers[best], times[best], notes), candidates[best]
 
 
-def _usual_forms(device: torch.device) -> tuple[str, ...]:
-    return DEFAULT_FORMS if device == CPU else ACCELERATOR_FORMS
-
-
-def _timed_logits(classifier: ExecutedClassifier, batch: Tensor) -> tuple[Tensor, float]:
-    """Return the logits of a batch, and the seconds of that pass."""
-    began = time.perf_counter()
-    logits = classifier.logits(batch)
-    predicted_classes(logits).cpu()  # a device has answered only then
-    return logits, time.perf_counter() - began
-
-
 def _spec(
-    backend: str, batch: int, device: torch.device, classes: Tensor, seconds: float,
+    backend: str,
+    batch: int,
+    device: torch.device,
+    classes: Tensor,
+    seconds: float,
     notes: Sequence[str] = (),
-) -> ClassifierSpec:  # fmt: skip
+) -> ClassifierSpec:
     """Return the description of a form that answered a batch with these classes in that time."""
     return ClassifierSpec(
-        backend, batch, torch.__version__, device_name(device), digest_classes(classes),
-        batch / seconds, tuple(notes), device.type,
-    )  # fmt: skip
+        backend,
+        batch,
+        torch.__version__,
+        device_name(device),
+        digest_classes(classes),
+        batch / seconds,
+        tuple(notes),
+        device.type,
+    )
 
 
 def differing_rows(logits: Tensor, classes: Tensor) -> int:
-    """Return the number of rows whose answer is not the largest of the logits, ties aside.
+    """Return the number of rows whose answer is not the largest of the logits, except ties.
 
     About one noisy input in a million has two classes so close that the order of a sum decides.
-    Raises ValueError for an answer to other rows.
+    Raises ValueError for a wrong number of answers.
     """
     own = predicted_classes(logits)
     if classes.shape != own.shape:
@@ -376,13 +382,13 @@ def differing_rows(logits: Tensor, classes: Tensor) -> int:
 
 
 def digest_classes(classes: Tensor) -> str:
-    """Digest of the classes on the check batch: equal on every worker, or the run stops."""
+    """Return the digest of the classes on the check batch, which must be equal on all workers."""
     raw = classes.cpu().numpy().astype("<i8").tobytes()
     return hashlib.blake2b(raw, digest_size=8).hexdigest()
 
 
 def use_single_thread() -> None:
-    """One thread: workers do not compete, and sums do not depend on how many CPUs there are."""
+    """Use one thread, so that workers do not compete and sums do not depend on the CPU count."""
     if torch.get_num_threads() != 1:
         torch.set_num_threads(1)
 
@@ -421,22 +427,22 @@ FORMS: dict[str, Callable[[nn.Module, Tensor], Form]] = {
     "compiled": _compiled,
     "bf16": _bf16,
 }
-# What need not say what the model in float32 says; and how much of a logit rounding may be there.
+# Backends whose answers may differ from those of the model in float32, and the rounding of a logit.
 REDUCED_PRECISION_FORMS = {"bf16": 2.0**-5}
 # Compilation needs a C++ compiler and up to a minute per process, and was slower than freezing on
-# the models tried: it is there for the asking.
+# the tested models: it is used only on request.
 DEFAULT_FORMS = ("frozen", "channels-last", "eager")
-ACCELERATOR_FORMS = ("eager", "channels-last")  # elsewhere than on CPUs
-_SPECIALIZED, _WARM = ("frozen", "compiled"), 3  # forms whose first calls differ, and how many
+ACCELERATOR_FORMS = ("eager", "channels-last")  # on devices other than CPUs
+_SPECIALIZED, _WARM = ("frozen", "compiled"), 3  # backends whose first calls differ; their number
 
 
-# Between forms that are about as fast the choice, and with it the table, must not be luck.
+# If backends are about equally fast, the choice, and so the table, must not depend on chance.
 _CLEARLY_FASTER = 1.5
 _WORTH_SECONDS = 1e-3
 
 
 def _choose_fastest(times: dict[str, float], order: tuple[str, ...]) -> str:
-    """The first form in ``order`` that works, unless another one is clearly faster."""
+    """Return the first working backend in ``order``, unless a different one is clearly faster."""
     first = next(backend for backend in (*order, "eager") if backend in times)
     fastest = min(times, key=lambda backend: times[backend])
     slower = times[first] > _CLEARLY_FASTER * times[fastest]
@@ -453,12 +459,14 @@ _ROUNDS, _LEAST_ROUNDS = 5, 1  # of timing
 def _time_forms(
     forms: dict[str, ExecutedClassifier], batch: Tensor, rounds: int = _ROUNDS
 ) -> dict[str, float]:
-    """Seconds per batch of each backend: the best of interleaved rounds, which load disturbs least.
-    One without a rival is timed once."""
+    """Return the seconds per batch of each backend, the best of interleaved rounds.
+
+    If there is only one backend, it is timed once.
+    """
     times = dict.fromkeys(forms, math.inf)
     for _ in range(rounds if len(forms) > 1 else 1):
         for backend, classifier in forms.items():
-            classifier(batch).cpu()  # a device has answered only then
+            classifier(batch).cpu()  # waits for the device
             start = time.perf_counter()
             classifier(batch)
             classifier(batch).cpu()

@@ -1,4 +1,4 @@
-"""Certify a data set on a Ray cluster: resumable, and the same table however it was computed."""
+"""Certify a data set on a Ray cluster: resumable, with the same table on any number of actors."""
 
 from __future__ import annotations
 
@@ -44,22 +44,16 @@ from dpdist.cluster.resumable_job import (
     WorkItems,
     run_job,
 )
-from dpdist.cluster.resumable_job import (
-    WorkUnit as Interval,
-)
+from dpdist.cluster.resumable_job import WorkUnit as Interval
 from dpdist.cluster.session import is_elastic
 from dpdist.cluster.work import Chunk, ChunkJob, PoolSettings
 from dpdist.core.errors import UserError
-from dpdist.core.files import (
-    read_text,
-    write_atomic,
-    write_json,
-)
+from dpdist.core.files import read_text, write_atomic, write_json
 from dpdist.randomness import keys
 from dpdist.randomness.noise_location import find_noise_location
 
 TABLE = tables.TABLE
-_RATE = "rate.json"  # draws per second of the probe; only sizes the chunks
+_RATE = "rate.json"  # draws per second of the probe; it only determines the size of chunks
 _TIMINGS = "timings.csv"
 _CLEAN_ROWS = 100  # answered at a time without smoothing noise
 
@@ -76,10 +70,10 @@ def certify(
     gpus: float | None = None,
     log: Callable[[str], None] | None = None,
 ) -> CertificateTable:
-    """Certify inputs with a model; every door to a certification ends here.
+    """Certify inputs with a model, and return the finished table, read once and checked.
 
     The table is the same to the byte on any number of actors, and the same call continues an
-    interrupted certification. A certification stays on the kind of device that it began on.
+    interrupted certification. A certification stays on the kind of device that it started on.
 
     Args:
         subject: the model.
@@ -88,17 +82,14 @@ def certify(
         output: receives certificates.parquet, timings.csv, settings and the journal.
         actors: number of actors; None for as many as fit.
         progress: called with inputs done, inputs in all, and draws per second.
-        chunk_seconds: the work that an actor gets at a time.
-        gpus: of each actor, a share or a whole number; 0 counts on CPUs, None on GPUs where the
-            cluster has them.
-        log: is told of GPUs.
-
-    Returns:
-        The finished table, read once and checked.
+        chunk_seconds: seconds of work that an actor gets at a time.
+        gpus: GPUs of each actor, a fraction or a whole number; 0 counts on CPUs, None on GPUs if
+            the cluster has them.
+        log: function that gets lines (str) about checks and GPUs.
 
     Raises:
-        UserError: settings, model and data do not fit, or `output` holds another certification.
-        ClusterError: the actors failed for good.
+        UserError: settings, model and data do not fit, or `output` has a different certification.
+        ClusterError: the actors failed permanently.
     """
     work = CertificationJob(subject, dataset, settings, gpus=gpus, log=log)
     table = run_job(work, output, actors=actors, progress=progress, chunk_seconds=chunk_seconds)
@@ -119,23 +110,15 @@ class CertificationJob(JobSpec):
         gpus: float | None = None,
         log: Callable[[str], None] | None = None,
     ) -> None:
-        """Check that a place for the noise exists.
-
-        Args:
-            subject: the model.
-            dataset: the labeled inputs.
-            settings: the certificate, and which inputs are certified.
-            gpus: of each actor, as in `certify`.
-            log: is told of GPUs.
-        """
-        self._gpus, self._log = gpus, log
+        """Check settings, data and model; arguments are those of `certify`. Raises UserError."""
+        self._gpus, self._log = gpus, log or (lambda line: None)
         require_readable(type(settings))
         count = len(dataset.labels)
         self._indices = settings.indices(count)
         if not self._indices:
             raise UserError(f"certify: no inputs chosen out of {count}")
         self._dataset, self.seed = dataset, settings.seed
-        # What a place measures may differ in its last bits elsewhere: the stored one is used.
+        # Machines may compute other last bits of the sensitivity: the stored one is used.
         free = settings.result_free_fields | {"sensitivity"}
         self.kind = job_folder.JobKind("certification", "certifying", free)
         self.schema = settings.table_schema()
@@ -160,19 +143,17 @@ class CertificationJob(JobSpec):
         _require_gpus(gpus)
         device = inference.GPU if gpus else CPU.type
         assignment = replace(self._assignment, device=device, gpus=gpus)
-        if self._log is not None:
-            self._log("certifying: checking the model and choosing how it is executed")
+        self._log("certifying: checking the model and choosing how it is executed")
         spec = executor.run_once(probe, assignment, "the model cannot be certified", num_gpus=gpus)
         write_json(output / _RATE, spec.rate)
         asked = assignment.settings
-        if self._log is not None and spec.batch == 1 < asked.n and asked.batch is None:
+        if spec.batch == 1 < asked.n and asked.batch is None:
             self._log(
-                "certifying: every draw in a batch of its own: whether so large a network looks at "
-                "its batch takes too long to check, so it is taken to do so"
+                "certifying: every draw is executed in a batch of its own, since it takes too long "
+                "to check whether so large a network looks at its batch"
             )
         low, high = tables.input_range(self._dataset, self._indices)
-        if self._log is not None:
-            self._log(f"certifying: {tables.range_words(low, high, assignment.settings.sigma)}")
+        self._log(f"certifying: {tables.range_words(low, high, asked.sigma)}")
         labels = np.asarray(self._dataset.labels)[np.asarray(self._indices)]
         answers = self._clean_answers(assignment, spec)
         wrong = np.asarray(self._indices)[answers != labels].tolist()
@@ -182,14 +163,14 @@ class CertificationJob(JobSpec):
             tables.INPUT_RANGE: [low, high],
             tables.CLEAN_WRONG: " ".join(map(str, wrong)),
             "classifier": spec.pinned_fields,
-            "inputs": len(self._dataset.labels),  # by which a reader knows that no row is missing
+            "inputs": len(self._dataset.labels),  # so that readers detect missing rows
             job_folder.LABEL_DIGEST_KEY: job_folder.label_digest(self._indices, labels),
         }
 
     def _clean_answers(self, assignment: Assignment, spec: ClassifierSpec) -> np.ndarray:
-        """Return the class of each input without smoothing noise, int64, by the workers.
+        """Return the class of each input without smoothing noise, int64 (N,), by the workers.
 
-        One process would take long to answer with a huge network before the first draw.
+        For a large network this would take long in one process.
         """
         rows, count = min(spec.batch, _CLEAN_ROWS), len(self._indices)
         answers = np.full(count, models.NO_CLASS, np.int64)
@@ -212,46 +193,37 @@ class CertificationJob(JobSpec):
         return answers
 
     def work_items(self, job_record: dict[str, Any], output: Path) -> WorkItems:
-        """Return the task for what settings.json pins."""
-        return CertificationWorkItems(
-            self._pinned_assignment(job_record, output), self._dataset, self._indices
-        )
-
-    def _pinned_assignment(self, about: dict[str, Any], output: Path) -> Assignment:
+        """Return the work of the pinned settings."""
         rate = json.loads(read_text(output / _RATE)) if (output / _RATE).exists() else 1000.0
-        spec = ClassifierSpec.from_pinned(about["classifier"], rate)
-        return replace(
+        spec = ClassifierSpec.from_pinned(job_record["classifier"], rate)
+        assignment = replace(
             self._assignment,
-            stream_keys=replace(self._assignment.stream_keys, seed=about["seed"]),
+            stream_keys=replace(self._assignment.stream_keys, seed=job_record["seed"]),
             spec=spec,
-            sampler=self._assignment.sampler.with_pinned(about),
+            sampler=self._assignment.sampler.with_pinned(job_record),
             device=spec.device,
             gpus=self._gpus_per_actor(spec, output),
         )
+        return CertificationWorkItems(assignment, self._dataset, self._indices)
 
     def _gpus_per_actor(self, spec: ClassifierSpec, output: Path) -> float:
-        """Return the GPUs of each actor on the pinned kind of device; without one, of any kind."""
-        if spec.device == CPU.type:
-            if self._gpus:
-                raise UserError(
-                    f"{output}: counting began on CPUs, and goes on there: set "
-                    "resources.certify_gpus: 0, or choose another folder with --output",
-                    see="how-to/certification.md#on-gpus",
-                )
-            return 0.0
-        if self._gpus == 0:
+        """Return the GPUs of each actor on the pinned kind of device."""
+        on_cpus = spec.device == CPU.type
+        if self._gpus is not None and on_cpus == bool(self._gpus):
+            device, cure = ("CPUs", "set") if on_cpus else (f"GPUs ({spec.machine})", "remove")
             raise UserError(
-                f"{output}: counting began on GPUs ({spec.machine}), and goes on there: leave out "
-                "resources.certify_gpus: 0, or choose another folder with --output",
+                f"{output}: this certification started on {device} and must continue there: {cure} "
+                "resources.certify_gpus: 0, or choose a different folder with --output",
                 see="how-to/certification.md#on-gpus",
             )
+        if on_cpus:
+            return 0.0
         gpus = self._gpus or 1.0
         _require_gpus(gpus)
-        if self._log is not None:
-            self._log(
-                f"certifying on GPUs ({spec.machine}), {gpus:g} for each actor; hosts without one "
-                "do not take part"
-            )
+        self._log(
+            f"certifying on GPUs ({spec.machine}), {gpus:g} for each actor; hosts without one "
+            "do not take part"
+        )
         return gpus
 
     def finish(self, state: JobState, output: Path) -> list[Row]:
@@ -267,19 +239,20 @@ class CertificationJob(JobSpec):
 
 
 def _require_gpus(gpus: float) -> None:
-    """Raise UserError where an actor with so many GPUs could never start."""
+    """Raise UserError if an actor with this number of GPUs could never start."""
     executor = current_executor()
     if not gpus or gpus <= (have := executor.gpus):
         return
     if isinstance(executor, LocalExecutor):
         raise UserError(
-            f"resources.certify_gpus: must be 0 in one process, got {gpus:g}; leave "
-            "DPDIST_EXECUTOR out to count on GPUs"
+            f"resources.certify_gpus: must be 0 in one process, got {gpus:g}; unset "
+            "DPDIST_EXECUTOR to count on GPUs"
         )
     if not is_elastic():
         raise UserError(
-            f"resources.certify_gpus: each actor needs {gpus:g} GPUs, this machine has {have:g}; "
-            "leave it out or set 0 to count on CPUs, or set RAY_ADDRESS to a cluster with GPUs"
+            f"resources.certify_gpus: must be at most {have:g}, the GPUs of this machine, got "
+            f"{gpus:g}; remove it or set 0 to count on CPUs, or set RAY_ADDRESS to a cluster with "
+            "GPUs"
         )
 
 
@@ -287,11 +260,10 @@ def build_assignment(
     subject: Subject, dataset: DatasetLike, settings: Certificate, indices: Sequence[int]
 ) -> Assignment:
     """Return what workers share. indices: of the certified inputs. Raises UserError."""
-    some = np.asarray(indices[: min(len(indices), 64)])
-    check_inputs = dataset.batch(some).numpy()
+    check_inputs = dataset.batch(np.asarray(indices[:64])).numpy()
     shape = tuple(check_inputs.shape[1:])
     try:
-        place = settings.build_sampler(subject.model, shape)
+        sampler = settings.build_sampler(subject.model, shape)
     except UserError as error:
         raise UserError(f"{subject.where}: {error}") from None
     source = keys.StreamKeys(
@@ -300,12 +272,19 @@ def build_assignment(
         subject.digest,
         dataset.fingerprint,
         settings.noise,
-        place.sigma,
+        sampler.sigma,
     )
     return Assignment(
-        subject.model, settings, place, source, dataset.classes, shape, check_inputs,
-        inputs=len(indices), code=subject.code,
-    )  # fmt: skip
+        subject.model,
+        settings,
+        sampler,
+        source,
+        dataset.classes,
+        shape,
+        check_inputs,
+        inputs=len(indices),
+        code=subject.code,
+    )
 
 
 class CertificationWorkItems(WorkItems):
@@ -318,21 +297,17 @@ class CertificationWorkItems(WorkItems):
         self.units_per_item, self.gpus_per_actor = assignment.num_units, assignment.gpus
 
     def chunk_plan(self, seconds: float) -> ChunkPlan:
-        """Return chunks sized by the rate that the probe found.
-
-        Silence is ten times the longest honest chunk.
-        """
+        """Return chunks sized by the rate of the probe; a worker stalls after ten times as long."""
         spec, settings = self._assignment.executed_spec, self._settings
-        # A sequential test usually needs a small part of its cap; counting it as a twentieth keeps
-        # chunks near the wanted size. Its silence counts the whole, on a slower machine.
+        # A sequential test usually needs a small part of its cap, so chunks count a twentieth of
+        # it; the longest time of a chunk counts all of it, on a slower machine.
         most = spec.batch if self.units_per_item > 1 else settings.n
         budget = max(1, int(seconds * spec.rate / self._usual_draws))
         longest = min(budget, len(self.items) * self.units_per_item)
-        silence = max(60.0, 10 * longest * most / spec.rate)
-        return ChunkPlan(budget, silence)
+        return ChunkPlan(budget, stall_seconds=max(60.0, 10 * longest * most / spec.rate))
 
     def is_small(self, state: JobState) -> bool:
-        """Return whether one process draws what is missing within `SMALL_JOB_SECONDS`."""
+        """Return whether one process makes the missing draws within `SMALL_JOB_SECONDS`."""
         left = sum(high - low for i in self.items for low, high in state.missing_intervals(i))
         on_cpu = self._assignment.device == CPU.type
         draws = left * self._usual_draws
@@ -340,7 +315,7 @@ class CertificationWorkItems(WorkItems):
 
     @property
     def _usual_draws(self) -> int:
-        """Return the usual number of draws of a unit: of a sequential test a small part of n."""
+        """Return the usual number of draws of a unit; a sequential test uses a small part of n."""
         batch, n = self._assignment.executed_spec.batch, self._settings.n
         return batch if self.units_per_item > 1 else max(batch, n // 20)
 
@@ -362,7 +337,7 @@ class CertificationWorkItems(WorkItems):
         return Interval(entry["index"], entry["low"], entry["high"]), entry["partial"]
 
     def merge_partials(self, first: Partial, second: Partial) -> Partial:
-        """Return the counts of two intervals that touch."""
+        """Return the counts of two adjacent intervals."""
         return merge_partials(first, second)
 
     def table_rows(self, item: Item, partial: Partial) -> list[Row]:

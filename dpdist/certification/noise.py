@@ -1,6 +1,6 @@
 """Smoothing noises and the radii that they certify, from bounds on class probabilities.
 
-Each noise has a class: how to draw it, and which radius a probability under it certifies.
+Each noise has a class that draws it and returns the radius that a probability under it certifies.
 ``sigma`` is the standard deviation per coordinate for every noise. Radii are pure, vectorized
 functions in float64 that never round up. A radius is in the units of the model's input ([0, 1]
 pixels); 0 certifies nothing.
@@ -32,12 +32,12 @@ Radius = np.ndarray | np.float64
 
 
 def norm_name(norm: str) -> str:
-    """Return the name of a norm's key, as people write it."""
+    """Return the name of a norm for texts, such as "L2"."""
     return {"l1": "L1", "l2": "L2", "linf": "L-infinity"}.get(norm, norm)
 
 
 def gaussian_l2_radius(p_lower: ArrayLike, sigma: ArrayLike) -> Radius:
-    """L2 radius sigma * Phi^-1(p_lower) of Gaussian smoothing; 0 where p_lower <= 1/2.
+    """Return the L2 radius sigma * Phi^-1(p_lower) of Gaussian smoothing; 0 if p_lower <= 1/2.
 
     ``p_lower`` is a lower bound of the probability of the predicted class under N(0, sigma^2 I).
     Source: Cohen et al., ICML 2019, Theorem 1 with p_B = 1 - p_A.
@@ -49,10 +49,10 @@ def gaussian_l2_radius(p_lower: ArrayLike, sigma: ArrayLike) -> Radius:
 def gaussian_l2_radius_two_class(
     p_lower: ArrayLike, runner_up_upper: ArrayLike, sigma: ArrayLike
 ) -> Radius:
-    """L2 radius sigma / 2 * (Phi^-1(p_a) - Phi^-1(p_b)), exact by the Neyman-Pearson lemma.
+    """Return the L2 radius sigma / 2 * (Phi^-1(p_a) - Phi^-1(p_b)), exact by Neyman-Pearson.
 
-    ``runner_up_upper`` bounds every other class from above; both bounds must hold together at the
-    stated confidence. Source: Cohen et al., ICML 2019, Theorem 1.
+    ``runner_up_upper`` bounds every other class from above; both bounds must be valid together at
+    the stated confidence. Source: Cohen et al., ICML 2019, Theorem 1.
     """
     p, s = _probability(p_lower, "p_lower"), _positive(sigma, "sigma")
     other = _probability(runner_up_upper, "runner_up_upper")
@@ -64,7 +64,7 @@ def gaussian_l2_radius_two_class(
 
 
 def gaussian_probability_for_radius(radius: ArrayLike, sigma: ArrayLike) -> Radius:
-    """Phi(radius / sigma): the class probability above which ``radius`` is certified."""
+    """Return Phi(radius / sigma), the class probability above which ``radius`` is certified."""
     r = np.asarray(radius, dtype=np.float64)
     if not np.all(r >= 0):
         raise ValueError(f"radius must not be negative, got {radius!r}")
@@ -73,7 +73,7 @@ def gaussian_probability_for_radius(radius: ArrayLike, sigma: ArrayLike) -> Radi
 
 
 def laplace_l1_radius(p_lower: ArrayLike, scale: ArrayLike) -> Radius:
-    """L1 radius -scale * ln(2 (1 - p_lower)) of independent Laplace(scale) noise per coordinate.
+    """Return the L1 radius -scale * ln(2 (1 - p_lower)) of Laplace(scale) noise per coordinate.
 
     Source: Teng et al., "l1 adversarial robustness certificates" (2019), Theorem 1; tight for
     the two-class bound p_B = 1 - p_A.
@@ -84,7 +84,7 @@ def laplace_l1_radius(p_lower: ArrayLike, scale: ArrayLike) -> Radius:
 
 
 def uniform_l1_radius(p_lower: ArrayLike, half_width: ArrayLike) -> Radius:
-    """L1 radius 2 * half_width * (p_lower - 1/2) of uniform noise on [-half_width, half_width]^d.
+    """Return the L1 radius 2 * half_width * (p_lower - 1/2) of noise on [-half_width, half_width].
 
     Source: Yang et al., ICML 2020, Table 1 (uniform noise, L1).
     """
@@ -93,7 +93,7 @@ def uniform_l1_radius(p_lower: ArrayLike, half_width: ArrayLike) -> Radius:
 
 
 def norm_equivalence_factor(certified_norm: str, attacked_norm: str, dimension: int) -> float:
-    """The certified radius that contains the attacked ball of size 1, in ``dimension`` dimensions.
+    """Return the radius of the smallest certified ball that contains the attacked ball of size 1.
 
     Raises ValueError for an unknown norm.
     """
@@ -108,7 +108,7 @@ def norm_equivalence_factor(certified_norm: str, attacked_norm: str, dimension: 
 
 
 def format_radius(radius: float, digits: int = 3) -> str:
-    """Return a radius with so many decimals, rounded down: text must not enlarge a guarantee."""
+    """Return a radius with a number of decimals, rounded down so as not to enlarge a guarantee."""
     return format_bound(radius, digits)
 
 
@@ -136,16 +136,17 @@ def _positive(value: ArrayLike, name: str) -> np.ndarray:
 
 _HALF_STEP = np.float32(2.0**-32)
 _STEP = np.float32(2.0**-31)
-# Numbers made at a time: what they go through stays in a core's cache, in blocks of memory that
-# are used again. Of 784,000 at once every step went to main memory and back: half the speed.
+# Numbers generated at a time, so that they stay in a core's cache. 784,000 at once take twice as
+# long.
 _PIECE = 1 << 14
 
 
 class Noise(Protocol):
-    """Draws into flat ``out`` from at least as many uniform int32 ``words``, which may be spoilt.
+    """A noise distribution per coordinate.
 
-    A Gaussian takes them in pairs: an odd ``out`` needs one word more. `words_to_noise` is for
-    tensors on any device: float32 (n,) twice, from two words each, int64 (n,) of 32 bits.
+    draw: fills flat ``out`` from at least as many uniform int32 ``words``, which it may overwrite;
+    a Gaussian takes them in pairs, so an odd ``out`` needs one word more. words_to_noise: the same
+    for tensors on any device: float32 (n,) twice, from two words each, int64 (n,) of 32 bits.
     """
 
     name: ClassVar[str]
@@ -161,7 +162,7 @@ class Noise(Protocol):
     def radius(self, p_lower: Radius | float) -> Radius: ...
 
     def probability_for_radius(self, radius: float) -> float:
-        """The probability above which ``radius`` is certified."""
+        """Return the class probability above which ``radius`` is certified."""
         ...
 
 
@@ -174,7 +175,7 @@ class Gaussian:
     norm: ClassVar[str] = "l2"
 
     def draw(self, words: np.ndarray, out: np.ndarray) -> None:
-        """Box-Muller on 31 bits for the length (tails to 6.6 sigma) and 32 for the angle."""
+        """Fill `out` by Box-Muller: 31 bits of length (tails to 6.6 sigma), 32 bits of angle."""
         half = (out.size + 1) // 2
         turn = np.float32(math.pi) * _STEP
         for start in range(0, half, _PIECE):
@@ -192,7 +193,7 @@ class Gaussian:
             second *= length[: second.size]
 
     def words_to_noise(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """Box-Muller on 40 bits for the length (tails to 7.5 sigma) and 24 for the angle."""
+        """Return noise by Box-Muller: 40 bits of length (tails to 7.5 sigma), 24 bits of angle."""
         bits = ((first << 8) | (second >> 24)) * 2 + 1
         length = ((bits.float() * 2.0**-41).log() * (-2 * self.sigma**2)).sqrt()
         angle = (second & 0xFFFFFF).float() * (2 * math.pi * 2.0**-24)
@@ -275,7 +276,7 @@ NOISES: dict[str, type[Gaussian] | type[Laplace] | type[Uniform]] = {
 
 
 def _unit_interval(words: np.ndarray) -> np.ndarray:
-    """Uniform float32 in (0, 1], from the low 31 bits of each word; small values keep all bits."""
+    """Return uniform float32 in (0, 1] from the low 31 bits of each word, precise near 0."""
     np.bitwise_and(words, np.int32(0x7FFFFFFF), out=words)
     values = words.astype(np.float32)
     values *= _STEP

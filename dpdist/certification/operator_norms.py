@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-# Above this many inputs the exact spectral norm costs minutes; a weaker bound is used.
+# For more inputs the exact spectral norm takes minutes; a weaker bound is used.
 _LARGEST_GRAM = 4096
 _ROUNDING = 1 + 1e-9
 _BASIS_ROWS = 32
@@ -24,10 +24,10 @@ def l2_to_l2(
     input_shape: tuple[int, ...],
     noise_variances: Tensor | None = None,
 ) -> float:
-    """Spectral norm of the layer's matrix, from the eigenvalues of W^T W in float64.
+    """Return the spectral norm of the layer's matrix, from the eigenvalues of W^T W in float64.
 
-    For more than 4,096 inputs the Schur test sqrt(max row sum * max column sum) of |W|, which is
-    larger. A power iteration would be a lower bound, and no certificate.
+    For more than 4,096 inputs it is the Schur test sqrt(max row sum * max column sum) of |W|, which
+    is larger. A power iteration would give a lower bound, which certifies nothing.
     """
     if math.prod(input_shape) > _LARGEST_GRAM:
         return _schur(layer, input_shape, noise_variances)
@@ -45,9 +45,9 @@ def linf_to_l2(
     *,
     l2: float | None = None,
 ) -> float:
-    """The smaller of two bounds: sqrt(sum_k ||w_k||_1^2 / (K r_k)) and sqrt(inputs) * l2_to_l2.
+    """Return the smaller of sqrt(sum_k ||w_k||_1^2 / (K r_k)) and sqrt(inputs) * l2_to_l2.
 
-    l2: that norm, where it is known already.
+    l2: that norm, if it is known already.
     """
     rows = _row_sums(layer, input_shape) / _noise_std(noise_variances)
     by_rows = float(torch.linalg.vector_norm(rows)) * _ROUNDING
@@ -62,12 +62,12 @@ def hgm_linf_to_l2_as_printed(
     *,
     feature_map: int | None = None,
 ) -> float:
-    """HGM's practical bound as printed (IJCAI 2019, Eq. 6): sqrt(K) max_k ||w_k||_1 / (K r_k).
+    """Return HGM's printed bound (IJCAI 2019, Eq. 6): sqrt(K) max_k ||w_k||_1 / (K r_k).
 
-    It divides by K r where the noise has standard deviation sqrt(K r). Over all units jointly it
-    still is an upper bound, because the r_k sum to one, but a looser one than ``linf_to_l2``. With
-    ``feature_map``, the sensitivity of that map alone as the paper takes for convolutions, it is
-    none: all maps read the same pixels. For comparison only.
+    It divides by K r although the noise has standard deviation sqrt(K r). Over all units jointly it
+    is still an upper bound, because the r_k sum to one, but a looser one than ``linf_to_l2``. With
+    ``feature_map`` it is the sensitivity of that map only, as in the paper for convolutions, and
+    not an upper bound, since all maps read the same pixels. For comparison only.
     """
     rows = _row_sums(layer, input_shape) / noise_variances.detach().double()
     if feature_map is not None:
@@ -87,7 +87,7 @@ def _schur(
 
 
 def _row_sums(layer: nn.Linear | nn.Conv2d, input_shape: tuple[int, ...]) -> Tensor:
-    """||w_k||_1 for every output k, shaped like the output."""
+    """Return ||w_k||_1 for every output k, shaped like the output."""
     ones = torch.ones(1, *input_shape, dtype=torch.float64)
     return _apply(layer, ones, layer.weight.detach().double().abs())[0]
 
@@ -95,10 +95,10 @@ def _row_sums(layer: nn.Linear | nn.Conv2d, input_shape: tuple[int, ...]) -> Ten
 def _gram(
     layer: nn.Linear | nn.Conv2d, input_shape: tuple[int, ...], weights: Tensor | None
 ) -> tuple[Tensor, int]:
-    """(W^T diag(1 / weights) W, number of outputs), float64, a few rows at a time.
+    """Return W^T diag(1 / weights) W in float64, and the number of outputs.
 
-    Applying layer and transposed layer to basis vectors needs no matrix of all outputs, which for a
-    wide convolution would fill the memory.
+    Layer and transposed layer are applied to a few basis vectors at a time, since the matrix of all
+    outputs of a wide convolution would fill the memory.
     """
     size = math.prod(input_shape)
     squares = _noise_std(weights).square()
@@ -120,7 +120,8 @@ def _apply(layer: nn.Linear | nn.Conv2d, x: Tensor, weight: Tensor | None) -> Te
     kernel = layer.weight.detach().double() if weight is None else weight
     if isinstance(layer, nn.Linear):
         return nn.functional.linear(x.flatten(1), kernel)
-    _check_padding_mode(layer)
+    if layer.padding_mode != "zeros":
+        raise ValueError(f"padding_mode {layer.padding_mode!r} is not supported, only zeros")
     return nn.functional.conv2d(
         x, kernel, None, layer.stride, layer.padding, layer.dilation, layer.groups
     )
@@ -129,7 +130,7 @@ def _apply(layer: nn.Linear | nn.Conv2d, x: Tensor, weight: Tensor | None) -> Te
 def _transposed(
     layer: nn.Linear | nn.Conv2d, input_shape: tuple[int, ...], weight: Tensor, y: Tensor
 ) -> Tensor:
-    """The transposed map with ``weight`` in place of the layer's, applied to one output ``y``."""
+    """Return the transposed map, with ``weight`` as the layer's, of one output ``y``."""
     x = torch.zeros(1, *input_shape, dtype=torch.float64, requires_grad=True)
     (gradient,) = torch.autograd.grad(_apply(layer, x, weight), x, y.reshape(1, *y.shape))
     return gradient
@@ -141,8 +142,3 @@ def _noise_std(weights: Tensor | None) -> Tensor:
     if not bool((weights > 0).all()):
         raise ValueError("every component needs noise: K r must be positive")
     return weights.detach().double().sqrt()
-
-
-def _check_padding_mode(layer: nn.Conv2d) -> None:
-    if layer.padding_mode != "zeros":
-        raise ValueError(f"padding_mode {layer.padding_mode!r} is not supported, only zeros")

@@ -1,11 +1,12 @@
 """Label and certify single inputs in this process, with fresh secret noise.
 
-The noise is never reused or stored: an adversary that knew it beforehand could choose the input to
-fit it.
+The noise is never reused or stored: an adversary that knew it in advance could choose the input
+accordingly.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 from dataclasses import replace
@@ -21,69 +22,63 @@ if TYPE_CHECKING:
 
     from dpdist.certification.worker import Progress
 
-# For one input, choosing among forms and trying batches of a thousand took longer than its draws.
-_FORM, _BATCH = "eager", 250
+# For one input, to choose a backend and to test batches of a thousand takes longer than its draws.
+_BACKEND, _BATCH = "eager", 250
 
 
 class Predictor:
     """The randomized classifier of a model: ``certify`` and ``predict`` for one input at a time.
 
-    Raises UserError for a model that is not random where ``settings`` says, ValueError for one that
-    cannot be executed so.
+    Raises UserError for a model without the noise that ``settings`` needs, ValueError for one that
+    cannot be executed in batches.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        settings: Certificate,
-        classes: int,
-        input_shape: tuple[int, ...],
+        self, model: nn.Module, settings: Certificate, classes: int, input_shape: tuple[int, ...]
     ) -> None:
         from dpdist.certification.worker import Assignment, Worker, probe
 
         seed = secrets.token_hex(32)
         batch = min(_BATCH, settings.executed_batch_size(math.prod(input_shape)))
-        quick = {"backend": settings.backend or _FORM, "batch": batch}
+        quick = {"backend": settings.backend or _BACKEND, "batch": batch}
         settings = settings.with_seed(seed).model_copy(update=quick)
-        place = settings.build_sampler(model, input_shape)
-        source = StreamKeys("predict", seed, "", "", settings.noise, place.sigma)
+        sampler = settings.build_sampler(model, input_shape)
+        source = StreamKeys("predict", seed, "", "", settings.noise, sampler.sigma)
         gray = np.full((1, *input_shape), 0.5, dtype=np.float32)
-        # The rows that are executed again in a whole job are those of the first input.
-        assignment = Assignment(model, settings, place, source, classes, input_shape, gray, last=1)
+        # As many rows are re-executed as in a job of one input, which is the first one here.
+        assignment = Assignment(
+            model, settings, sampler, source, classes, input_shape, gray, last=1
+        )
         self._worker = Worker(replace(assignment, spec=probe(assignment)))
-        self._asked = 0
+        self._inputs = itertools.count(1)  # the noise of each input has its index in the key
 
     def certify(self, x: Tensor, progress: Progress = lambda done, units, rate: None) -> Any:
-        """The certificate of one input: float32 of the input shape, in [0, 1]."""
-        return self._worker.certify(x.numpy(), self._next(), progress)
+        """Return the verdict on one input: float32 of the input shape, in [0, 1]."""
+        return self._worker.certify(x.numpy(), next(self._inputs), progress)
 
     def predict(self, x: Tensor) -> int:
-        """The classifier's label from n draws, or -1 when two classes are too close.
+        """Return the classifier's label from n draws, or -1 if two classes are too close.
 
         Expected scores: the class whose bounds exclude all others. Votes: wrong with probability at
         most alpha, by PREDICT (``dpdist.certification.cohen``).
         """
-        return self._worker.predict(x, self._next())
-
-    def _next(self) -> int:
-        self._asked += 1  # another index is another random unit
-        return self._asked
+        return self._worker.predict(x, next(self._inputs))
 
 
 def to_model_input(
     values: np.ndarray, input_shape: tuple[int, ...], *, bounded: bool = True
 ) -> Tensor:
-    """Raw pixels (uint8) or numbers as the float32 input the model takes.
+    """Return raw pixels (uint8) or numbers as the model's input: float32 of its shape.
 
-    bounded: whether numbers of images must lie in [0, 1]; False where no range was declared.
+    bounded: whether numbers of images must lie in [0, 1]; False if no range was declared.
 
-    Raises ValueError for complex numbers, truth values or text, when the shape is another one, or
-    for an image with numbers outside [0, 1].
+    Raises ValueError for a wrong shape, for complex numbers, truth values or text, or for an image
+    with numbers outside [0, 1].
     """
     if values.shape != input_shape:
         raise ValueError(f"shape {values.shape}, the model takes {input_shape}")
     if values.dtype.kind not in "uif":
-        raise ValueError(f"holds {values.dtype}, the model takes real numbers")
+        raise ValueError(f"must be real numbers, got {values.dtype}")
     with np.errstate(over="ignore"):  # refused below
         array = np.ascontiguousarray(values).astype(np.float32)
     if values.dtype == np.uint8:
@@ -92,6 +87,6 @@ def to_model_input(
         raise ValueError("contains numbers that are not finite as float32")
     if bounded and array.ndim == 3 and not 0 <= float(array.min()) <= float(array.max()) <= 1:
         raise ValueError("pixels must lie in [0, 1] (or be uint8)")
-    import torch  # only now: what cannot be used is refused at once
+    import torch  # late, so that wrong inputs are rejected at once
 
     return torch.from_numpy(array)

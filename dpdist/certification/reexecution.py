@@ -1,36 +1,36 @@
 """Execute a sample of counted rows again, alone and among other inputs, and compare the answers.
 
-A certificate speaks of one function of one input; executed is a batch of noisy copies of one
-input. Whether a row's answer depends on the rows beside it cannot be shown by any finite test.
-Before counting, invented arrangements are tried (`dpdist.models.batch_independence`); here rows of
-the counting itself are executed alone, and among *other* inputs. Experts with a capacity, early
-exits, merged equal inputs, dropped tokens and caches answer such a row otherwise. A row that is
-answered otherwise stops the job: nothing that it counted holds.
+A certificate applies to a function of one input, but a batch of noisy copies of it is executed. No
+finite test can show that a row's answer does not depend on the other rows. Before counting,
+constructed batches are tested (`dpdist.models.batch_independence`); here rows of the counting
+itself are executed alone, and among *other* inputs. Experts with a capacity, early exits, merged
+equal inputs, dropped tokens and caches answer such a row differently. A row with a different answer
+stops the job: none of its counts are valid.
 
-The compared quantity is the counted one. Of votes, the classes, unless the two tie within
-rounding. Of scores, each class's score too: rounding may move each logit by as much as it may move
-one of two tied ones (`rounding_tolerance`; of another number format, `REDUCED_PRECISION_FORMS`),
-and a score must be one that logits moved so far can have. A row that is executed again is no draw:
-counts and tables are the same with and without it.
+The compared quantity is the counted one. For votes it is the class, unless the two tie within
+rounding. For scores it is each class's score too: rounding may move each logit by as much as it may
+move one of two tied ones (`rounding_tolerance`; in a different number format,
+`REDUCED_PRECISION_FORMS`), and the score must be possible with logits that moved by at most that.
+Re-execution makes no draws: counts and tables are the same with and without it.
 
-Alone means by a fresh copy of the network, in the same process: state that a model keeps in itself
-is not shared with the counted batches. Globals of its Python module, attributes of its class and
-closures are. A frozen form runs no Python and keeps nothing.
+A row is executed alone by a fresh copy of the network, in the same process: state that a model
+keeps in itself is not shared with the counted batches. Globals of its Python module, attributes of
+its class and closures are shared. A frozen backend runs no Python and has no state.
 
-The choice of rows follows from a key of the operating system's generator, drawn anew whenever a
-job begins or continues. Not from the seed of the noise, which may be given in a recipe, known to
-the model's author, and is stored with the results; the model must not know which of its answers
-are checked. From the key it follows for each block by itself, so that it does not depend on which
-worker counts which block, when, or how often.
+The choice of rows follows from a key of the operating system's generator, drawn again whenever a
+job starts or continues. It does not follow from the seed of the noise, which may be given in a
+recipe, known to the model's author, and is stored with the results: the model must not know which
+of its answers are checked. Each block has its own choice, which does not depend on the worker that
+counts it, nor on when or how often it is counted.
 
-Power. `EXPECTED_ROWS` rows on average are drawn from all that is counted for certain (of a test
-that may stop early: its first block), and from the rest one row in `_BLOCKS` blocks. A model that
-answers the share q of those rows otherwise, alone or among other inputs, escapes with probability
-at most exp(-q LEAST_ROWS): 3.7 % at q = 0.05, as with 64 rows exactly. *Proof.* Of a block with
-the share q_b of such rows, c rows drawn without replacement all miss with probability at most (1 -
-q_b)^c, and c is rounded up or down at random, so in the mean at most exp(-q_b E c); the blocks are
-drawn independently. A model that changes fewer answers is found with a smaller probability: below
-that share, independence is an assumption.
+Power. `EXPECTED_ROWS` rows on average are chosen from all that is certainly counted (in a test that
+may stop early, its first block), and from the rest one row in `_BLOCKS` blocks. A model that
+answers a fraction q of those rows differently, alone or among other inputs, is not detected with
+probability at most exp(-q EXPECTED_ROWS): 3.7 % at q = 0.05, as with exactly 64 rows. *Proof.* In a
+block with the fraction q_b of such rows, c rows chosen without replacement all miss them with
+probability at most (1 - q_b)^c, and c is rounded up or down at random, so on average at most
+exp(-q_b E c); the blocks are chosen independently. A model that changes fewer answers is detected
+with a smaller probability: below that fraction, independence is an assumption.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from dpdist.randomness.keys import derive_key, new_run_key, stream_words
 
 
 def execute_alone(network: nn.Module, backend: str, row: Tensor) -> Tensor:
-    """Return the logits of a batch of one row by a network that has kept nothing: (1, classes)."""
+    """Return the logits of one row by a fresh copy of the network: (1, classes)."""
     network = fresh_copy(network)
     run = FORMS[backend](network, row) if backend in REDUCED_PRECISION_FORMS else network
     with torch.inference_mode():
@@ -62,20 +62,20 @@ def execute_alone(network: nn.Module, backend: str, row: Tensor) -> Tensor:
 # --- choice and comparison of rows ------------------------------------------------------------
 
 
-# on average: of a model that changes 5 % of its answers 0.95^64 >= e^-3.3 escape
-EXPECTED_ROWS = 66
-_BLOCKS = 100  # of which one row is executed again: in a batch of its own, so one per cent of work
-_SUMS = 1e-9  # what sums in float64 may do to a score
-_SHARE_AMONG = 8  # of a batch of other inputs, a row in so many is one that is tried
+EXPECTED_ROWS = 66  # on average: at 5 % changed answers, e^-3.3 <= 0.95^64 is not detected
+_BLOCKS = 100  # with one row executed again, as a batch: one percent more work
+_SUMS = 1e-9  # rounding of a score by sums in float64
+_SHARE_AMONG = 8  # in a batch of other inputs, one of so many rows is a checked one
 
 
 @dataclass(frozen=True)
 class RowChoice:
     """The choice of counted rows that are executed again.
 
-    key: secret, see above. certain_rows: so many are counted for certain in the first
-    `certain_blocks` blocks of the inputs up to the index `last` (None: of all), and of these
-    `EXPECTED_ROWS` are drawn on average. All other blocks have one row in `_BLOCKS` blocks.
+    key: secret, see above. certain_rows: the number of rows that are certainly counted, in the
+    first `certain_blocks` blocks of the inputs up to the index `last` (None: of all);
+    `EXPECTED_ROWS` of them are chosen on average. Of all other blocks, one in `_BLOCKS` has one
+    chosen row.
     """
 
     certain_rows: int
@@ -84,8 +84,10 @@ class RowChoice:
     key: bytes = field(default_factory=new_run_key, repr=False)
 
     def choose_rows(self, index: int, stage: str, block: int, size: int, draws: int) -> np.ndarray:
-        """Return the places of the chosen rows, int64, among the first `draws` of a block of
-        `size`: a pure function of the key and the block's name."""
+        """Return the positions of the chosen rows, int64, among the first `draws` of a block.
+
+        They are a pure function of the key and the block's name. size: rows of the block.
+        """
         share = 1 / (_BLOCKS * size)
         if block < self.certain_blocks and (self.last is None or index <= self.last):
             share = min(1.0, max(share, EXPECTED_ROWS / self.certain_rows))
@@ -98,7 +100,7 @@ class RowChoice:
         )
 
     def for_purpose(self, purpose: str) -> RowChoice:
-        """Return the choice for counts of another purpose, of blocks of the same names."""
+        """Return the choice for counts of a different purpose, in blocks of the same names."""
         return replace(self, key=derive_key(self.key, purpose))
 
 
@@ -107,10 +109,10 @@ class Reexecution:
 
     Args:
         choice: which rows.
-        network: what is executed, as a module: each row alone goes through it.
+        network: the executed network, as a module that gets each row alone.
         execute: the executed backend, on whole batches: (B, ...) to logits (B, classes).
-        other_inputs: (B, ...) rows that `execute` takes, of other inputs: the company.
-        backend: of the executed form; another number format is kept for a row alone.
+        other_inputs: (B, ...) rows of other inputs for `execute`.
+        backend: name of the executed backend; its number format is kept for a row alone.
     """
 
     def __init__(
@@ -126,7 +128,7 @@ class Reexecution:
         self._found: str | None = None
 
     def for_purpose(self, purpose: str) -> Reexecution:
-        """Return the same for counts of another purpose, of blocks of the same names."""
+        """Return the same for counts of a different purpose, in blocks of the same names."""
         other = copy.copy(self)
         other._choice = self._choice.for_purpose(purpose)
         return other
@@ -137,9 +139,9 @@ class Reexecution:
     ) -> None:  # fmt: skip
         """Check the chosen ones among the first `draws` of a block's rows.
 
-        rows: (B, ...) as executed; logits: (B, classes), what was counted of them; scores: whether
-        their scores were counted too. Raises InvalidResultsError for a row that is answered
-        otherwise alone or among other inputs; then also at every later call.
+        rows: (B, ...) as executed. logits: (B, classes) that were counted. scores: whether their
+        scores were counted too. Raises InvalidResultsError for a row that is answered differently
+        alone or among other inputs, and then at every later call.
         """
         if self._found is None:
             chosen = self._choice.choose_rows(index, stage, block, len(rows), draws)
@@ -152,7 +154,7 @@ class Reexecution:
     def _find_difference(
         self, index: int, chosen: Tensor, rows: Tensor, logits: Tensor, scores: bool
     ) -> str | None:
-        """Return the fault in words, or None."""
+        """Return a description of the first difference, or None."""
         with torch.inference_mode():
             counted, again = logits[chosen], rows[chosen]
             answers = {
@@ -167,22 +169,15 @@ class Reexecution:
                 for row in (before != after).nonzero()[:, 0].tolist():
                     classes = int(before[row]), int(after[row])
                     if not self._is_rounding_tie(*classes, counted[row], found[row]):
-                        return _failure_text(
-                            index,
-                            _class_text(classes[0]),
-                            _class_text(classes[1]),
-                            where,
-                            self._form,
-                        )
-                if (
-                    scores
-                    and (seen := self._find_score_difference(counted, found, again)) is not None
-                ):
-                    return _failure_text(index, *seen, where, self._form)
+                        seen = _class_text(classes[0]), _class_text(classes[1])
+                        return _failure_text(index, *seen, where, self._form)
+                moved = self._find_score_difference(counted, found, again) if scores else None
+                if moved is not None:
+                    return _failure_text(index, *moved, where, self._form)
         return None
 
     def _execute_among_others(self, rows: Tensor, chosen: Tensor, size: int) -> Tensor:
-        """The answers in batches of other inputs, at the same places: there are few in each."""
+        """Return the answers in batches of other inputs, at the same rows, few in each."""
         company = self._others[torch.arange(size, device=rows.device) % len(self._others)]
         found = []
         few = max(1, size // _SHARE_AMONG)
@@ -193,7 +188,7 @@ class Reexecution:
         return torch.cat(found)
 
     def _is_rounding_tie(self, before: int, after: int, counted: Tensor, again: Tensor) -> bool:
-        """Whether rounding alone may have put the one or the other class first."""
+        """Return whether rounding may have exchanged the two classes."""
         if min(before, after) < 0:
             return False
         allowed = self._allowed_rounding(self._others)
@@ -204,8 +199,10 @@ class Reexecution:
     def _find_score_difference(
         self, counted: Tensor, again: Tensor, rows: Tensor
     ) -> tuple[str, str] | None:
-        """The score of a row of logits (B, classes) in both executions, in words, where more than
-        rounding tells them apart. Rows without a class have no scores."""
+        """Return a score that differs by more than rounding, as text before and after, or None.
+
+        counted, again: logits (B, classes) of both executions. Rows without a class have no scores.
+        """
         has = (predicted_classes(counted) >= 0) & (predicted_classes(again) >= 0)
         if not bool(has.any()):
             return None
@@ -230,10 +227,10 @@ class Reexecution:
 
 
 def score_range(logits: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the least and largest softmax scores of logits (B, K) of which each may move by
-    allowed (K,): float64 (B, K) each.
+    """Return the least and largest softmax scores of logits that may move: float64 (B, K) each.
 
-    The score of a class is smallest where its own logit is smallest and all others are largest.
+    logits: (B, K). allowed: (K,), by how much each may move. A class's score is smallest if its own
+    logit is smallest and all others are largest.
     """
     ends = []
     for sign in (-1, 1):
@@ -244,7 +241,7 @@ def score_range(logits: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _logsumexp_of_others(logits: Tensor) -> Tensor:
-    """The logarithm of what all classes but one have together, for each of them: (B, K)."""
+    """Return the logsumexp of all classes but one, for each of them: (B, K)."""
     total, top = logits.logsumexp(1, keepdim=True), logits.argmax(1, keepdim=True)
     rest = total + torch.log1p(-torch.exp(logits - total))
     # Behind the largest, where 1 - score would be lost:
@@ -257,12 +254,14 @@ def _class_text(label: int) -> str:
 
 
 def _failure_text(index: int, before: str, after: str, arrangement: str, backend: str) -> str:
-    other = f", or `backend: eager` if its form {backend!r} computes something else" * (
-        backend != "eager"
+    other = (
+        ""
+        if backend == "eager"
+        else f", or `backend: eager` if {backend!r} computes something else"
     )
     return (
         f"the model looks at its batch: a row of input {index} is {before} in the batch that was "
-        f"counted and {after} {arrangement}. Nothing that was counted of such a model holds: make "
-        "it treat each example alone (no expert capacity, no early exit and no cache that a batch "
-        f"shares{other}), remove the results and begin again"
+        f"counted and {after} {arrangement}. None of its counts are valid: make it treat each "
+        "example separately (without expert capacity, early exits and caches that a batch "
+        f"shares{other}), remove the results and start again"
     )

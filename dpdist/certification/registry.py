@@ -1,7 +1,7 @@
-"""List the kinds of certificates: one class each, told apart by its mode.
+"""List the kinds of certificates: one class each, with a mode as its name.
 
-To add a kind, write its class and list it in `AnyCertificate`, the recipe's union; `register` does
-it for a kind of one's own, in Python alone.
+To add a kind, write its class and list it in `AnyCertificate`, the recipe's union. `register` adds
+a user's own kind, for use from Python.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ CERTIFICATES: tuple[type[Certificate], ...] = (
     ExpectedScores,
 )  # fmt: skip
 BY_MODE: dict[str, type[Certificate]] = {kind.mode_name(): kind for kind in CERTIFICATES}
-_USUAL = "clopper-pearson"  # bound of votes, where none is named
-# What `bound` chooses between two modes of a fixed number of draws.
+_USUAL = "clopper-pearson"  # the default bound of votes
+# The mode that `bound` selects, of two modes with a fixed number of draws.
 _BY_BOUND: dict[tuple[str, str], str] = {
     ("fixed", "hoeffding"): "hoeffding",
     ("hoeffding", _USUAL): "fixed",
@@ -38,7 +38,7 @@ _BY_BOUND: dict[tuple[str, str], str] = {
 
 
 def _mode_of(section: Any) -> str:
-    """Return the mode of a section: the one that it names, or by votes where it gives sigma."""
+    """Return the mode of a section: the one that it names, else by votes if it gives sigma."""
     if isinstance(section, Certificate):
         return type(section).mode_name()
     if not isinstance(section, Mapping):
@@ -49,7 +49,7 @@ def _mode_of(section: Any) -> str:
 
 
 def _of_one_kind(section: Any) -> Any:
-    """Return the section with the keys of its kind: the mode as it is named, no empty options."""
+    """Return the section with the keys of its kind, without empty options."""
     if not isinstance(section, Mapping):
         return section
     mode = _mode_of(section)
@@ -136,13 +136,13 @@ def _complaint(item: Any) -> str:
 
 
 def register(kind: type[Certificate]) -> None:
-    """Make the tables of a kind of one's own readable in this process.
+    """Make the tables of your own kind of certificate readable in this process.
 
     Args:
-        kind: its class, such as a subclass of `dpdist.Cohen` with a mode of its own.
+        kind: its class, such as a subclass of `dpdist.Cohen` with a separate mode.
 
     Raises:
-        UserError: another kind has its mode.
+        UserError: a different kind has its mode.
 
     Example:
         >>> from typing import Literal
@@ -158,31 +158,28 @@ def register(kind: type[Certificate]) -> None:
     taken = BY_MODE.get(mode)
     if taken is not None and taken.__qualname__ != name:
         raise UserError(
-            f"{name}: mode {mode!r} is that of {taken.__qualname__}; give it a mode of its own"
+            f"{name}: mode {mode!r} is that of {taken.__qualname__}; give it a different mode"
         )
     BY_MODE[mode] = kind
 
 
 def require_readable(settings: type[Certificate]) -> None:
-    """Raise UserError for settings whose table could not be read once it is computed."""
+    """Raise UserError for settings whose computed table could not be read."""
     mode, listed = settings.mode_name(), BY_MODE.get(settings.mode_name())
     if listed is None or not issubclass(settings, listed):
         taken = "" if listed is None else f" is that of {listed.__qualname__}, and"
         raise UserError(
             f"{settings.__qualname__}: mode {mode!r}{taken} is not registered; give the class a "
-            "mode of its own and call dpdist.certification.registry.register with it"
+            "different mode and call dpdist.certification.registry.register with it"
         )
 
 
 def class_of_table(table: pa.Table, context: object = "the table") -> type[Certificate]:
-    """Return the class of certificates of a table.
-
-    Raises UserError when there is none such, or several.
-    """
+    """Return the class of a table's certificates. Raises UserError unless there is exactly one."""
     modes = table["mode"].unique().to_pylist()
     if len(modes) != 1 or modes[0] not in BY_MODE:
         raise UserError(
-            f"{context}: its rows differ in mode ({', '.join(sorted(modes))}), or it is one that "
-            f"this version does not know ({', '.join(BY_MODE)}); register a kind of your own first"
+            f"{context}: mode must be one of {', '.join(BY_MODE)} for all rows, got "
+            f"{', '.join(sorted(modes))}; register a kind of your own first"
         )
     return BY_MODE[modes[0]]

@@ -4,27 +4,26 @@ Hoeffding's and the empirical Bernstein bound are pure functions of counts and s
 rounded outwards, for independent draws whose number was fixed in advance; early-stopped counts
 need ``dpdist.certification.sequential``.
 
-Betting bounds an expected score from a histogram of scores. If the mean of scores in [0, 1] is at
-most m, a capital that stakes the fraction f of itself on each draw x being more than m grows by 1
-- f + f x / m, at most 1 on average; so does its mean over a few f chosen beforehand, and it
-exceeds 1 / alpha with probability at most alpha (Markov, and Ville for all numbers of draws at
-once). The lower bound is the smallest mean not refuted so. Waudby-Smith and Ramdas (JRSS B 2024,
-"Estimating means of bounded random variables by betting") let the stake follow the draws; here the
-stakes are fixed and mixed, so that a histogram suffices and the order of the draws does not
-matter. Where scores vary little it is far below Hoeffding's half width, and has no such second
-term as the empirical Bernstein bound. Scores are counted in bins, finest near 0 and 1, where they
-lie, with their sum in each bin. Every score is then moved to the ends of its bin, in the shares
-that leave the mean as it is: ln of the capital is concave in each score, so that this makes it
-smaller, never larger.
+Betting bounds an expected score from a histogram of scores. Let the mean of scores in [0, 1] be at
+most m. A capital that stakes the fraction f of itself on each draw x being more than m grows by 1 -
+f + f x / m, at most 1 on average. So does its mean over several f chosen beforehand, and it exceeds
+1 / alpha with probability at most alpha (Markov, and Ville for all numbers of draws at once). The
+lower bound is the smallest mean that is not refuted. In Waudby-Smith and Ramdas (JRSS B 2024,
+"Estimating means of bounded random variables by betting") the stake follows the draws; here the
+stakes are fixed and mixed, so that a histogram suffices and the order of the draws does not matter.
+If scores vary little, the interval is much narrower than Hoeffding's, without the second term of
+the empirical Bernstein bound. Scores are counted in bins, finest near 0 and 1, where most are, with
+their sum in each bin. Every score is then moved to the ends of its bin, with weights that keep the
+mean: ln of the capital is concave in each score, so that this can only make it smaller.
 
-Certified sizes (PixelDP and its descendants): if the network from the noise on is (epsilon,
+Certified sizes (PixelDP and its descendants): if the network after the noise is (epsilon,
 delta)-DP for inputs at distance mu, its expected scores cannot change by more than e^epsilon and
-delta, so the label stays when p_a > e^(2 epsilon) p_b + (1 + e^epsilon) delta (Lecuyer et al.,
-IEEE S&P 2019, Proposition 2). The noise is fixed; the certified size is the largest mu for which
-some (epsilon, delta) satisfies that condition and is provided by the noise at sensitivity
-(operator norm times mu). Here p_a is a lower bound of the label's expected score and p_b an upper
-bound of every other class's, all at one confidence. ``sensitivity`` is the norm of the layers
-before the noise, from the certified norm of the input to L2 (Gaussian) or L1 (Laplace): see
+delta, so the label stays if p_a > e^(2 epsilon) p_b + (1 + e^epsilon) delta (Lecuyer et al., IEEE
+S&P 2019, Proposition 2). The noise is fixed; the certified size is the largest mu for which some
+(epsilon, delta) satisfies that condition and is provided by the noise at sensitivity (operator norm
+times mu). Here p_a is a lower bound of the label's expected score and p_b an upper bound of every
+other class's, all at one confidence. ``sensitivity`` is the norm of the layers before the noise,
+from the certified norm of the input to L2 (Gaussian) or L1 (Laplace): see
 ``dpdist.certification.operator_norms``.
 """
 
@@ -51,15 +50,11 @@ Bound = np.ndarray | np.float64
 
 
 def hoeffding_interval(
-    mean: ArrayLike,
-    draws: ArrayLike,
-    alpha: ArrayLike,
-    *,
-    classes: int = 1,
+    mean: ArrayLike, draws: ArrayLike, alpha: ArrayLike, *, classes: int = 1
 ) -> tuple[Bound, Bound]:
-    """Interval for the expectation of scores in [0, 1] from their sample ``mean``.
+    """Return an interval for the expectation of scores in [0, 1] from their sample ``mean``.
 
-    With ``classes`` = K the lower and the upper bound of all K expectations hold together with
+    With ``classes`` = K the lower and the upper bound of all K expectations are valid together with
     probability at least 1 - alpha (union bound over 2K one-sided statements), half width
     sqrt(ln(2K / alpha) / (2 draws)). Clipped to [0, 1].
     Source: Hoeffding, JASA 1963, Theorem 2.
@@ -72,21 +67,16 @@ def hoeffding_interval(
 
 
 def empirical_bernstein_interval(
-    mean: ArrayLike,
-    variance: ArrayLike,
-    draws: ArrayLike,
-    alpha: ArrayLike,
-    *,
-    classes: int = 1,
+    mean: ArrayLike, variance: ArrayLike, draws: ArrayLike, alpha: ArrayLike, *, classes: int = 1
 ) -> tuple[Bound, Bound]:
-    """Interval for the expectation of scores in [0, 1] from sample mean and variance.
+    """Return an interval for the expectation of scores in [0, 1] from sample mean and variance.
 
     ``variance`` is the unbiased sample variance (divisor draws - 1). With ``classes`` = K all K
-    lower and K upper bounds hold together with probability at least 1 - alpha; half width, with
-    d = alpha / (2K): sqrt(2 V ln(2/d) / n) + 7 ln(2/d) / (3 (n - 1)).
+    lower and K upper bounds are valid together with probability at least 1 - alpha; half width,
+    with d = alpha / (2K): sqrt(2 V ln(2/d) / n) + 7 ln(2/d) / (3 (n - 1)).
     Source: Maurer and Pontil, COLT 2009, Theorem 4.
 
-    Raises ValueError for draws < 2, a negative variance, and what ``hoeffding_interval`` refuses.
+    Raises ValueError for draws < 2, a negative variance, and as ``hoeffding_interval``.
     """
     m, n, log_term = _check_sample(mean, draws, alpha, classes)
     v = np.asarray(variance, dtype=np.float64)
@@ -129,9 +119,9 @@ Scale = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Norms of the first layer over sqrt(K r), from the input to L2; true upper bounds.
+    """Upper bounds of the norms of the first layer over sqrt(K r), from the input to L2.
 
-    as_printed: the one HGM's Equation 6 prints for one feature map. It is none.
+    as_printed: that of HGM's Equation 6 for one feature map, which is not an upper bound.
     """
 
     l2: float
@@ -143,7 +133,8 @@ class Sensitivity:
 class ScoreBounds:
     """Lower and upper bounds of the K expected scores, all 2K valid together at the confidence.
 
-    Of one input, (K,), where all that follows is a number; of N inputs, (N, K), where it is (N,).
+    Arrays (K,) of one input, whose properties are numbers; or (N, K) of N inputs, whose properties
+    are arrays (N,).
     """
 
     lower: np.ndarray
@@ -151,38 +142,29 @@ class ScoreBounds:
 
     @property
     def label(self) -> Any:
-        """The class with the largest lower bound; may be chosen after seeing the bounds."""
-        return (
-            np.argmax(self.lower, -1).tolist()
-            if self.lower.ndim == 1
-            else self._label_index[..., 0]
-        )
+        """Return the class with the largest lower bound; it may be chosen by the bounds."""
+        label = np.argmax(self.lower, -1)
+        return label if self.lower.ndim > 1 else int(label)
 
     @property
     def p_a(self) -> Any:
-        return self._as_scalar(np.take_along_axis(self.lower, self._label_index, -1)[..., 0])
+        """Return the largest lower bound."""
+        largest = self.lower.max(-1)
+        return largest if self.lower.ndim > 1 else float(largest)
 
     @property
     def p_b(self) -> Any:
-        """The largest upper bound among the other classes."""
+        """Return the largest upper bound among the other classes."""
         others = self.upper.copy()
-        np.put_along_axis(others, self._label_index, 0.0, -1)
-        return self._as_scalar(others.max(-1))
-
-    @property
-    def _label_index(self) -> np.ndarray:
-        result: np.ndarray = np.argmax(self.lower, -1, keepdims=True)
-        return result
-
-    def _as_scalar(self, values: np.ndarray) -> Any:
-        """Return the bound of one input as a number."""
-        return float(values) if self.lower.ndim == 1 else values
+        np.put_along_axis(others, np.argmax(self.lower, -1, keepdims=True), 0.0, -1)
+        largest = others.max(-1)
+        return largest if self.lower.ndim > 1 else float(largest)
 
 
 def score_bounds_hoeffding(
     sums: np.ndarray, draws: int, confidence: float, *, paper_faithful: bool = False
 ) -> ScoreBounds:
-    """Bounds from the sums of scores in [0, 1] over ``draws``, shape (K,) or (N, K).
+    """Return bounds from the sums of scores in [0, 1] over ``draws``, shape (K,) or (N, K).
 
     confidence: eta, e.g. 0.95. The error 1 - eta is shared by K lower and K upper bounds,
     ln(2K / (1 - eta)); ``paper_faithful`` takes ln(K / (1 - eta)) as the papers print it, whose
@@ -197,10 +179,7 @@ def score_bounds_hoeffding(
 def score_bounds_bernstein(
     sums: np.ndarray, squares: np.ndarray, draws: int, confidence: float
 ) -> ScoreBounds:
-    """Return bounds as ``score_bounds_hoeffding``, by the empirical Bernstein bound.
-
-    It uses sums of squares too.
-    """
+    """Return bounds as ``score_bounds_hoeffding``, by empirical Bernstein from squares too."""
     sums = np.asarray(sums, dtype=np.float64)
     means = np.clip(sums / draws, 0.0, 1.0)
     spread = np.maximum(np.asarray(squares, dtype=np.float64) - draws * means**2, 0.0)
@@ -213,9 +192,9 @@ def score_bounds_bernstein(
 def score_bounds_counts(
     histogram: np.ndarray, confidence: float, draws: int | None = None
 ) -> ScoreBounds:
-    """The argmax-count variant: scores are one-hot, Clopper-Pearson at (1 - eta) / (2K) a side.
+    """Return bounds of one-hot scores, by Clopper-Pearson at (1 - eta) / (2K) a side.
 
-    draws: how many were made; one without a class has score 0 in every class. None: all had one.
+    draws: their number; those without a class have score 0 in every class. None: all had a class.
     """
     counts = np.asarray(histogram)
     alpha = _error(confidence) / counts.shape[-1]
@@ -224,28 +203,28 @@ def score_bounds_counts(
 
 
 def classical_gaussian_size(bounds: ScoreBounds, std: float, sensitivity: float) -> Any:
-    """PixelDP's certificate: classical Gaussian mechanism, epsilon <= 1 (HGM paper, Eq. 5)."""
+    """Return PixelDP's size: classical Gaussian mechanism, epsilon <= 1 (HGM paper, Eq. 5)."""
     return _largest_size(
         bounds, std, sensitivity, mechanisms.classical_gaussian_formula, largest=1.0
     )
 
 
 def analytic_gaussian_size(bounds: ScoreBounds, std: float, sensitivity: float) -> Any:
-    """The same condition with the exact (epsilon, delta) profile (Balle and Wang, ICML 2018)."""
+    """Return PixelDP's size with the exact (epsilon, delta) profile (Balle and Wang, ICML 2018)."""
     return _largest_size(bounds, std, sensitivity, mechanisms.analytic_gaussian_scale)
 
 
 def extended_gaussian_size(bounds: ScoreBounds, std: float, sensitivity: float) -> Any:
-    """The extended Gaussian mechanism, any epsilon (HGM, IJCAI 2019, Theorem 2)."""
+    """Return the size by the extended Gaussian mechanism (HGM, IJCAI 2019, Theorem 2)."""
     return _largest_size(bounds, std, sensitivity, mechanisms.extended_gaussian_scale)
 
 
 def hgm_size_as_printed(bounds: ScoreBounds, std: float, sensitivity: float) -> Any:
-    """HGM's certificate as its Equation 10 has it: noise std * sqrt(K r) per component.
+    """Return HGM's size as its Equation 10 prints it: noise std * sqrt(K r) per component.
 
     ``sensitivity`` is that of the output divided by sqrt(K r), of all feature maps jointly. It
-    divides `extended_gaussian_size`, which is valid, by epsilon once more: it is not valid for
-    epsilon > 1, where it overstates the size by epsilon.
+    differs from `extended_gaussian_size`, which is valid, by a factor of epsilon: for epsilon > 1
+    it overstates the size by that factor and is not valid.
     """
     scale = mechanisms.extended_gaussian_scale
     return _largest_size(
@@ -254,17 +233,17 @@ def hgm_size_as_printed(bounds: ScoreBounds, std: float, sensitivity: float) -> 
 
 
 def exact_gaussian_size(bounds: ScoreBounds, std: float, sensitivity: float) -> Any:
-    """The exact Gaussian certificate, std / (2 sensitivity) (Phi^-1(p_a) - Phi^-1(p_b)).
+    """Return the exact Gaussian size, std / (2 sensitivity) (Phi^-1(p_a) - Phi^-1(p_b)).
 
-    Never smaller than any certificate through (epsilon, delta). Holds for expected scores in
-    [0, 1] as for probabilities of classes: Salman et al., NeurIPS 2019, Lemma 2.
+    It is at least any size through (epsilon, delta). It applies to expected scores in [0, 1] as to
+    probabilities of classes: Salman et al., NeurIPS 2019, Lemma 2.
     """
     _check(std, sensitivity)
     return gaussian_l2_radius_two_class(bounds.p_a, bounds.p_b, std) / sensitivity
 
 
 def pure_epsilon(bounds: ScoreBounds) -> Any:
-    """The largest epsilon with p_a >= e^(2 epsilon) p_b; 0 when the label is not ahead."""
+    """Return the largest epsilon with p_a >= e^(2 epsilon) p_b; 0 if the label is not ahead."""
     p_a, p_b = np.asarray(bounds.p_a), np.asarray(bounds.p_b)
     with np.errstate(divide="ignore", invalid="ignore"):
         found = np.where(p_a <= p_b, 0.0, np.log(p_a / p_b) / 2 * (1 - 1e-14))
@@ -274,7 +253,7 @@ def pure_epsilon(bounds: ScoreBounds) -> Any:
 def _largest_size(
     bounds: ScoreBounds, std: float, sensitivity: float, scale: Scale, largest: float = 30.0
 ) -> Any:
-    """max over epsilon of std / (sensitivity * scale(epsilon, delta)), delta as the condition lets.
+    """Return the largest std / (sensitivity * scale(epsilon, delta)) that the condition allows.
 
     Any epsilon gives a valid size, so an imperfect maximum is smaller, but not wrong.
     """
@@ -284,8 +263,9 @@ def _largest_size(
     found, ahead = np.zeros(len(limit)), np.flatnonzero(limit > 0)
     for start in range(0, len(ahead), _ROWS):
         rows = ahead[start : start + _ROWS]
-        of = (p_a[rows], p_b[rows], np.log(limit[rows]), std, sensitivity, scale)
-        found[rows] = _largest_sizes(*of)
+        found[rows] = _largest_sizes(
+            p_a[rows], p_b[rows], np.log(limit[rows]), std, sensitivity, scale
+        )
     return found if bounds.lower.ndim > 1 else float(found[0])
 
 
@@ -301,7 +281,7 @@ def _largest_sizes(
 
     def sizes(log_epsilons: np.ndarray) -> np.ndarray:
         epsilons = np.exp(log_epsilons)
-        # A hair below equality: the condition is strict.
+        # Slightly below equality: the condition is strict.
         left = p_a[:, None] - np.exp(2 * epsilons) * p_b[:, None]
         deltas = left / (1 + np.exp(epsilons)) * (1 - 1e-12)
         found: np.ndarray = np.zeros_like(epsilons)
@@ -314,7 +294,7 @@ def _largest_sizes(
     rows, last = np.arange(len(p_a)), 120
     grid = np.linspace(log_limit - 12, log_limit, last + 1, axis=1)
     largest_size = np.zeros(len(p_a))
-    for _ in range(3):  # the grid, then twice a finer one around its best point
+    for _ in range(3):  # the grid, then two finer ones around the best point
         found = sizes(grid)
         best = np.argmax(found, axis=1)
         largest_size = np.maximum(largest_size, found[rows, best])
@@ -342,19 +322,21 @@ def _check(noise: float, sensitivity: float) -> None:
 # --- betting ----------------------------------------------------------------------------------
 
 
-# Bin b holds the scores from ENDS[b] to ENDS[b + 1], in units of 1 / SCORE_UNIT.
+# Bin b has the scores from BIN_EDGES[b] to BIN_EDGES[b + 1], in units of 1 / SCORE_UNIT.
 _INNER = np.round(SCORE_UNIT / (1 + np.exp(-np.linspace(-13, 13, 62)))).astype(np.int64)
 BIN_EDGES = np.unique(np.concatenate([[0], _INNER, [SCORE_UNIT]]))
 NUM_BINS = len(BIN_EDGES) - 1
 
 _ROUNDS = 44
-_STEP = 1e-9  # from a bound to either side
-_SLACK = 1e-9  # of ln capital, relative: sums of many logarithms
+_STEP = 1e-9  # by which a stated bound may differ from the recomputed one
+_SLACK = 1e-9  # rounding of ln of the capital, a sum of many logarithms
 
 
 def log_capital(counts: np.ndarray, scores: np.ndarray, mean: float) -> np.ndarray:
-    """ln of the capital against means up to `mean`, > 0: counts (B,) or (B, K) of each score (B,);
-    a number or (K,)."""
+    """Return ln of the capital against means up to `mean` > 0: a number, or (K,).
+
+    counts: (B,) or (B, K), of each score (B,).
+    """
     stakes = _bet_fractions()
     growth = np.log1p(stakes[:, None] * (scores / mean - 1))
     result: np.ndarray = np.logaddexp.reduce(growth @ counts) - math.log(len(stakes))
@@ -368,8 +350,11 @@ def _bet_fractions() -> np.ndarray:
 
 
 def means_exceed(counts: np.ndarray, scores: np.ndarray, mean: float, alpha: float) -> np.ndarray:
-    """Whether each mean is shown to be above `mean`, in (0, 1); counts (B, K), bool (K,). Wrong at
-    *any* number of draws, however chosen, with probability at most alpha."""
+    """Return whether each mean is shown to be above `mean`, in (0, 1): bool (K,).
+
+    It is wrong at *any* number of draws, however chosen, with probability at most alpha. counts:
+    (B, K), of each score (B,).
+    """
     return log_capital(counts, scores, mean) >= _log_capital_threshold(
         alpha, float(counts.sum(0).max(initial=0))
     )
@@ -381,13 +366,13 @@ def _log_capital_threshold(alpha: float, draws: float) -> float:
 
 
 def betting_lower_bound(counts: np.ndarray, scores: np.ndarray, alpha: float) -> float:
-    """A mean below that of the scores but for probability alpha; rounded down. counts (B,) of each
-    score (B,), of a number of draws that did not depend on them.
+    """Return a lower bound of the mean of the scores at error alpha, rounded down.
 
-    The capital falls as the mean grows, so that bisection finds where it is 1 / alpha.
+    counts: (B,), of each score (B,); the number of draws must not depend on them. The capital falls
+    as the mean grows, so that bisection finds where it is 1 / alpha.
     """
-    there = counts > 0
-    counts, scores = counts[there].astype(np.float64), scores[there]
+    drawn = counts > 0
+    counts, scores = counts[drawn].astype(np.float64), scores[drawn]
     total = counts.sum()
     if not total:
         return 0.0
@@ -403,8 +388,10 @@ def betting_lower_bound(counts: np.ndarray, scores: np.ndarray, alpha: float) ->
 
 
 def score_bounds_betting(counts: np.ndarray, excess: np.ndarray, confidence: float) -> ScoreBounds:
-    """Bounds of the K expected scores, all 2K together at the confidence. counts, excess: as
-    `bin_scores` makes them."""
+    """Return bounds of the K expected scores, all 2K together at the confidence.
+
+    counts, excess: results of `bin_scores`.
+    """
     alpha, scores = (1 - confidence) / (2 * len(counts)), BIN_EDGES / SCORE_UNIT
     weights = bin_edge_weights(counts, excess)
     lower = [betting_lower_bound(each, scores, alpha) for each in weights]
@@ -415,8 +402,11 @@ def score_bounds_betting(counts: np.ndarray, excess: np.ndarray, confidence: flo
 def score_bounds_betting_one_sided(
     counts: np.ndarray, excess: np.ndarray, selected: int, confidence: float
 ) -> ScoreBounds:
-    """The class that other draws selected, bounded from below at the whole error; all others have
-    at most what it leaves, since scores add up to at most 1."""
+    """Return a lower bound of the selected class's expected score, at the whole error.
+
+    selected: chosen by other draws. The upper bound of all other classes is 1 minus that bound,
+    since scores add up to at most 1. counts, excess: results of `bin_scores`.
+    """
     lower, upper = np.zeros(len(counts)), np.ones(len(counts))
     weights = bin_edge_weights(counts, excess)[selected]
     lower[selected] = betting_lower_bound(weights, BIN_EDGES / SCORE_UNIT, 1 - confidence)
@@ -432,12 +422,12 @@ def verified_label(
     alpha: float,
     selected: int | None = None,
 ) -> int:
-    """Return the class with the largest lower bound, where that is `lower` and the largest upper
-    bound of another class `upper`; -1 where they are other numbers.
+    """Return the class with the largest lower bound if stated bounds are correct, else -1.
 
-    As `score_bounds_betting`, or of the selected class alone as `score_bounds_betting_one_sided`:
-    a bound is where the capital crosses, which two means tell, one on each side. counts, excess:
-    (K, BINS).
+    lower, upper: the stated largest lower bound and the largest upper bound of any other class.
+    They must be those of `score_bounds_betting`, or for a selected class those of
+    `score_bounds_betting_one_sided`. A bound is where the capital crosses a threshold, so two means
+    suffice, one on each side. counts, excess: (K, BINS).
     """
     scores, weights = BIN_EDGES / SCORE_UNIT, bin_edge_weights(counts, excess).T
     share = alpha if selected is not None else alpha / (2 * len(counts))
@@ -447,13 +437,14 @@ def verified_label(
             return np.full(len(counts), mean <= 0)
         return means_exceed(weights, values, mean, share)
 
-    there = above(scores, lower - _STEP) & ~above(scores, lower + _STEP)
+    beyond = above(scores, lower + _STEP)
+    crossing = above(scores, lower - _STEP) & ~beyond
     if selected is not None:
-        found = there[selected] and abs(upper - (1 - lower)) <= _STEP
-        return (selected if lower > 0 else 0) if found else -1
-    if not there.any() or above(scores, lower + _STEP).any():
+        correct = crossing[selected] and abs(upper - (1 - lower)) <= _STEP
+        return (selected if lower > 0 else 0) if correct else -1
+    if not crossing.any() or beyond.any():
         return -1
-    label = int(there.argmax())
+    label = int(crossing.argmax())
     others = np.arange(len(counts)) != label
     enough = above(1 - scores, 1 - upper - _STEP)[others].all()
     least = not above(1 - scores, 1 - upper + _STEP)[others].all()
@@ -461,7 +452,7 @@ def verified_label(
 
 
 def bin_edge_weights(counts: np.ndarray, excess: np.ndarray) -> np.ndarray:
-    """Return how many scores of each class lie at each end, once moved there: (K, BINS + 1)."""
+    """Return the weight of each class's scores at each edge of a bin: (K, BINS + 1)."""
     moved = excess / np.diff(BIN_EDGES)
     weights = np.zeros((len(counts), NUM_BINS + 1))
     weights[:, :-1] += counts - moved
@@ -470,18 +461,19 @@ def bin_edge_weights(counts: np.ndarray, excess: np.ndarray) -> np.ndarray:
 
 
 def lead_scores(scores: np.ndarray, leader: int) -> np.ndarray:
-    """(1 + its score - the other's) / 2 over each other class, rounded down: scores in [0, 1] that
-    are never below the leader's own. int64 (n, K) in units to (n, K - 1)."""
+    """Return the leads (1 + leader's score - other's) / 2, rounded down: int64 (n, K - 1) in units.
+
+    scores: int64 (n, K) in units of 1 / SCORE_UNIT. A lead is at least the leader's own score.
+    """
     others = np.delete(scores, leader, axis=1)
     result: np.ndarray = (SCORE_UNIT + scores[:, [leader]] - others) // 2
     return result
 
 
 def bin_scores(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return counts and excess sums of the scores of draws, int64 (n, K) in units, by bin.
+    """Return the number of scores in each bin and the sum of their excess: int64 (K, BINS) each.
 
-    How many lie in each bin, and the sum by which they exceed its lower end; int64 (K, BINS)
-    each.
+    scores: int64 (n, K) in units of 1 / SCORE_UNIT. The excess is over the lower edge of the bin.
     """
     places = np.minimum(np.searchsorted(BIN_EDGES, scores, side="right") - 1, NUM_BINS - 1)
     beyond = (scores - BIN_EDGES[places]).ravel()

@@ -1,27 +1,27 @@
-"""Certificates that draw only as often as a decision needs: target radii and confidence sequences.
+"""Certificates that stop drawing when a decision is reached: target radii, confidence sequences.
 
-The error is exact although counts are looked at more than once. A test against one probability p0
-with planned looks has thresholds from the exact distribution of the counts at p0, so the error
-over all looks together is at most alpha. A confidence sequence is valid at every number of draws
-at once. Clopper-Pearson on an early-stopped count is neither (its error at alpha = 0.001 is about
+The error is exact although counts are examined more than once. A test against one probability p0
+with planned looks has thresholds from the exact distribution of the counts at p0, so the error over
+all looks together is at most alpha. A confidence sequence is valid at every number of draws at
+once. Clopper-Pearson on an early-stopped count is neither (its error at alpha = 0.001 is about
 0.004).
 
-Target radii of expected scores are tested by betting. Under the noise p_a and p_b are the expected
-scores of two classes, and a's stays the larger one while the input moves less than r if
-Phi^-1(p_a) - Phi^-1(p_b) > 2 t, with t = r times the norm of the first layer over the noise. That
-is so where
+Target radii of expected scores are tested by betting. Let p_a and p_b be the expected scores of two
+classes under the noise. Class a keeps the larger one while the input moves by less than r if
+Phi^-1(p_a) - Phi^-1(p_b) > 2 t, with t = r times the norm of the first layer over the noise. This
+follows from
 
     (1 + p_a - p_b) / 2 > Phi(t),
 
 because p_a - p_b is the mass of the interval from Phi^-1(p_b) to Phi^-1(p_a) under N(0, 1), and an
 interval of length 2 t or less has at most the mass 2 Phi(t) - 1. The left side is the mean of a
-score in [0, 1], the *lead* of a over b; it is never less than a's own, so a test of leads passes
-wherever one of p_a alone would, with p_b <= 1 - p_a. The class a is chosen by draws used for
-nothing else. Its lead over each other class is tested by betting
-(`dpdist.certification.score_bounds`): the capital exceeds 1 / alpha at any number of draws with
-probability at most alpha. A radius is certified when *every* lead has passed. If it is false, one
-lead is too small, by the truth and not by the draws, and this one's test alone errs with alpha: no
-class pays for another. Radii are tested in ascending order and the first failure ends them.
+score in [0, 1], the *lead* of a over b. It is at least a's own score, so a test of leads passes
+whenever a test of p_a would, with p_b <= 1 - p_a. The class a is chosen by separate draws. Its lead
+over each other class is tested by betting (`dpdist.certification.score_bounds`): the capital
+exceeds 1 / alpha at any number of draws with probability at most alpha. A radius is certified if
+*every* lead has passed. If the radius is false, one lead is too small, whatever was drawn, and only
+the test of that lead has to err: the classes do not share alpha. Radii are tested in ascending
+order and the first failure ends the tests.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from dpdist.certification.certificate import (
     NoiseSampler,
     PartialCounts,
     Verdict,
+    require_ascending,
     require_setting,
     select_class,
 )
@@ -56,9 +57,10 @@ from dpdist.certification.expected_scores import (
     BettingScores,
     HiddenNoiseCertificate,
     read_sensitivity,
+    recreate_scores,
 )
 from dpdist.certification.noise import Noise
-from dpdist.certification.score_bounds import SCORE_UNIT, Sensitivity
+from dpdist.certification.score_bounds import SCORE_UNIT
 from dpdist.certification.table import (
     ABSTAIN,
     CertificateTable,
@@ -83,12 +85,12 @@ if TYPE_CHECKING:
 # --- sequential tests of a probability --------------------------------------------------------
 
 
-# Probability below which a tail is not carried along; it is charged as an error all the same.
+# Probability below which a tail is dropped; it is counted as an error all the same.
 _NEGLIGIBLE = 1e-25
 
 
 def planned_looks(cap: int, step: int, count: int = 26) -> tuple[int, ...]:
-    """Numbers of draws at which a decision may be made: geometric, in multiples of ``step``."""
+    """Return the numbers of draws at which a decision may be made, geometric multiples of step."""
     grid = np.geomspace(min(step, cap), cap, count)
     rounded = np.unique(np.minimum(-(-grid // step) * step, cap).astype(int))
     return tuple(int(look) for look in rounded)
@@ -96,10 +98,10 @@ def planned_looks(cap: int, step: int, count: int = 26) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Reject p <= p0 at looks[i] when the cumulative count reaches needed[i].
+    """Reject p <= p0 at looks[i] if the cumulative count reaches critical_counts[i].
 
-    needed[i] = looks[i] + 1 means that no decision is possible there. error: the exact probability
-    at p0 of ever rejecting, at most alpha.
+    A critical count above the look means that no decision is possible there. error: the exact
+    probability at p0 of ever rejecting, at most alpha.
     """
 
     p0: float
@@ -111,7 +113,7 @@ class Thresholds:
 
 @lru_cache(maxsize=256)
 def compute_thresholds(p0: float, alpha: float, looks: tuple[int, ...]) -> Thresholds:
-    """Thresholds for H0: p <= p0 that spend alpha * sqrt(n / cap) of the error by look n.
+    """Return thresholds for H0: p <= p0 that spend alpha * sqrt(n / cap) of the error by look n.
 
     Computed by the exact binomial recursion over the looks (direct convolution of probabilities,
     all of one sign, so every value has full relative precision). The count grows with p, so the
@@ -141,13 +143,13 @@ def compute_thresholds(p0: float, alpha: float, looks: tuple[int, ...]) -> Thres
             spent += float(tail[first])
         alive = alive[:first]
         before = look
-    # The mass that was cut away, in case all of it would have been rejected.
+    # The dropped mass, as if all of it would have been rejected.
     lost = 2 * len(looks) * _NEGLIGIBLE
     return Thresholds(p0, alpha, looks, tuple(needed), spent + lost)
 
 
 def _binomial_window(draws: int, p: float) -> tuple[int, np.ndarray]:
-    """First count and probabilities of Binomial(draws, p), without its negligible tails."""
+    """Return first count and probabilities of Binomial(draws, p), without its negligible tails."""
     low = int(scipy.stats.binom.ppf(_NEGLIGIBLE, draws, p))
     high = int(scipy.stats.binom.isf(_NEGLIGIBLE, draws, p))
     low, high = max(low, 0), min(max(high, low), draws)
@@ -159,20 +161,13 @@ class TargetTest:
 
     The tests are made in a fixed order and the first failure ends them, so the probability that
     any certified radius is false is at most alpha (fixed-sequence procedure: Maurer, Hothorn and
-    Lehmacher 1995). ``futility_alpha``: error of the upper bound by which hopeless inputs are
-    given up; it can only lose certificates, never add a false one, because the thresholds do not
-    use it.
+    Lehmacher 1995).
     """
 
     def __init__(
-        self,
-        probabilities: tuple[float, ...],
-        alpha: float,
-        looks: tuple[int, ...],
-        futility_alpha: float,
+        self, probabilities: tuple[float, ...], alpha: float, looks: tuple[int, ...]
     ) -> None:
         self.looks = looks
-        self.futility_alpha = futility_alpha
         self._tests = [compute_thresholds(p0, alpha, looks) for p0 in probabilities]
         self._rejected = [False] * len(probabilities)
 
@@ -181,28 +176,33 @@ class TargetTest:
         return next((i for i, done in enumerate(self._rejected) if not done), len(self._rejected))
 
     def update(self, look_index: int, hits: int) -> bool:
-        """Take the cumulative count at looks[place]; True when nothing more can be decided."""
+        """Add the cumulative count at a look; return True if nothing more can be decided."""
         for i, test in enumerate(self._tests):
             self._rejected[i] |= hits >= test.critical_counts[look_index]
         first = self.passed()
         if first == len(self._tests):
             return True
         test, draws = self._tests[first], self.looks[look_index]
-        if draws == self.looks[-1]:
-            return True
-        missing = min(
-            needed - hits - (look - draws)
-            for look, needed in zip(
-                self.looks[look_index + 1 :], test.critical_counts[look_index + 1 :], strict=True
-            )
+        later = slice(look_index + 1, None)
+        reachable = any(
+            hits + look - draws >= needed
+            for look, needed in zip(self.looks[later], test.critical_counts[later], strict=True)
         )
-        return missing > 0 or bool(
-            clopper_pearson_upper(hits, draws, self.futility_alpha) <= test.p0
-        )
+        return not reachable or is_futile(hits, draws, test.p0)
+
+
+# Error of the upper bound by which an input is given up. It can only lose certificates, never add a
+# false one, because no threshold depends on it.
+FUTILITY_ALPHA = 0.01
+
+
+def is_futile(hits: int, draws: int, p0: float) -> bool:
+    """Return whether an upper bound of the probability is at most p0, so that no test will pass."""
+    return bool(clopper_pearson_upper(hits, draws, FUTILITY_ALPHA) <= p0)
 
 
 def beta_mixture_log_evidence(hits: ArrayLike, draws: ArrayLike, p0: ArrayLike) -> np.ndarray:
-    """ln of the test martingale against p <= p0: the likelihood ratio averaged over p > p0.
+    """Return ln of the test martingale against p <= p0: the likelihood ratio averaged over p > p0.
 
     The average is over the uniform distribution on (p0, 1), so that the ratio's expectation is at
     most 1 for every p <= p0; by Ville's inequality it ever exceeds 1 / alpha with probability at
@@ -221,7 +221,7 @@ def beta_mixture_log_evidence(hits: ArrayLike, draws: ArrayLike, p0: ArrayLike) 
 def beta_mixture_rejects(
     hits: ArrayLike, draws: ArrayLike, p0: ArrayLike, alpha: float
 ) -> np.ndarray:
-    """Whether p <= p0 is rejected now; the error over all numbers of draws is at most alpha."""
+    """Return whether p <= p0 is rejected; the error over all numbers of draws is at most alpha."""
     # The slack covers the rounding of ln beta, which grows with the counts.
     limit = np.log(1 / alpha) + 1e-9 + 1e-14 * np.asarray(draws, dtype=np.float64)
     result: np.ndarray = beta_mixture_log_evidence(hits, draws, p0) >= limit
@@ -229,11 +229,11 @@ def beta_mixture_rejects(
 
 
 def anytime_lower(hits: ArrayLike, draws: ArrayLike, alpha: float) -> np.ndarray:
-    """Lower confidence bound of the probability that holds at all numbers of draws together.
+    """Return a lower confidence bound of the probability, valid at all numbers of draws together.
 
-    The smallest p0 that the beta mixture does not reject at threshold 1 / alpha; 0 for no draws.
-    May be evaluated after any number of draws, chosen by any rule, and again later with another
-    alpha chosen beforehand. Vectorized, for counts up to 1e9.
+    It is the smallest p0 that the beta mixture does not reject at threshold 1 / alpha; 0 without
+    draws. It may be computed after any number of draws, chosen by any rule, and later at a
+    different alpha that was chosen beforehand. Vectorized, for counts up to 1e9.
 
     Raises ValueError unless 0 <= hits <= draws and 0 < alpha < 1/4.
     """
@@ -254,13 +254,48 @@ def anytime_lower(hits: ArrayLike, draws: ArrayLike, alpha: float) -> np.ndarray
     return low[()]
 
 
+# --- certificates of a list of radii ----------------------------------------------------------
+
+
+def _verdict_of_passed(
+    partial: PartialCounts, radii: Sequence[float], hypotheses: Sequence[float]
+) -> Verdict:
+    """Return the certificate of the largest of `radii` that passed its test, if one did."""
+    passed = partial["passed"]
+    last = max(passed - 1, 0)
+    return Verdict(
+        prediction=partial["selected"] if passed else ABSTAIN,
+        selected=partial["selected"],
+        k=partial["k"],
+        n=partial["n"],
+        p_lower=hypotheses[last] if passed else 0.0,
+        radius=radii[last] if passed else 0.0,
+        looks=partial["looks"],
+        target=radii[last],
+        hits=partial.get(HITS),
+    )
+
+
+def _columns_of_passed(
+    table: pa.Table, radii: Sequence[float], hypotheses: Sequence[float], passed: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Return the columns of rows of which the first `passed` radii, int (N,), passed their tests.
+
+    Its keys are "prediction" (-1: abstains), "radius" (0 if none passed), "target" and "p_lower".
+    """
+    last, certified = np.maximum(passed - 1, 0), passed > 0
+    return {
+        "prediction": np.where(certified, table["selected"].to_numpy(), ABSTAIN),
+        "radius": np.where(certified, np.array(radii)[last], 0.0),
+        "target": np.array(radii)[last],
+        "p_lower": np.where(certified, np.array(hypotheses)[last], 0.0),
+    }
+
+
 # --- certificates by votes --------------------------------------------------------------------
 
 
-# Error of the upper bound by which hopeless inputs are given up (never adds a certificate).
-FUTILITY_ALPHA = 0.01
-
-HITS = "hits"  # column: how often the selected class was said by each look, from the first one on
+HITS = "hits"  # column: draws of the selected class at each look, from the first one on
 
 
 class SequentialSmoothing(Smoothing):
@@ -290,7 +325,7 @@ class SequentialSmoothing(Smoothing):
     def recreate(
         cls, certificates: CertificateTable, norm: str, batch: int
     ) -> tuple[Certificate, NoiseSampler]:
-        """Return Cohen's procedure with the most draws of the table, whatever stopped its own.
+        """Return Cohen's procedure with as many draws as the table's tests could make.
 
         Returns:
             A pair (settings, sampler): a `dpdist.Cohen`, and the `VoteSampler` that adds the
@@ -364,9 +399,8 @@ class TargetRadius(SequentialSmoothing):
             (list of int, k at each look).
         """
         selected = select_class(counter, self.n0, x, index)
-        hypotheses = self.hypotheses(sampler.equivalent_noise)
         looks = planned_looks(self.n, batch)
-        test = TargetTest(hypotheses, self.alpha, looks, FUTILITY_ALPHA)
+        test = TargetTest(self.hypotheses(sampler.equivalent_noise), self.alpha, looks)
         k = block = number = 0
         hits = []
         for number, look in enumerate(looks):
@@ -396,19 +430,7 @@ class TargetRadius(SequentialSmoothing):
             passed) and the counts.
         """
         (partial,) = partials
-        passed = partial["passed"]
-        last = max(passed - 1, 0)
-        return Verdict(
-            prediction=partial["selected"] if passed else ABSTAIN,
-            selected=partial["selected"],
-            k=partial["k"],
-            n=partial["n"],
-            p_lower=self.hypotheses(sampler.equivalent_noise)[last] if passed else 0.0,
-            radius=self.radii[last] if passed else 0.0,
-            looks=partial["looks"],
-            target=self.radii[last],
-            hits=partial[HITS],
-        )
+        return _verdict_of_passed(partial, self.radii, self.hypotheses(sampler.equivalent_noise))
 
     def name_parts(self) -> list[str]:
         """Return the kind's parts of `folder_name`, a list of str with the radii: "r-0.25-0.5"."""
@@ -457,25 +479,16 @@ class TargetRadius(SequentialSmoothing):
         "p_lower".
         """
         settings = read_settings(cls, read_job_record(table), "the table's description")
-        radii = np.array(settings.radii)
-        p0 = np.array(settings.hypotheses(equivalent_input_noise(table)))
-        looks = _looks_of_table(table)
-        needed = np.array(
-            [compute_thresholds(p, alpha, tuple(looks.tolist())).critical_counts for p in p0]
-        )
+        p0 = settings.hypotheses(equivalent_input_noise(table))
+        looks = tuple(_looks_of_table(table).tolist())
+        needed = np.array([compute_thresholds(p, alpha, looks).critical_counts for p in p0])
         passed = np.array(
             [
                 np.minimum.accumulate((np.array(hits) >= needed[:, : len(hits)]).any(1)).sum()
                 for hits in table[HITS].to_pylist()
             ]
         )
-        last, certified = np.maximum(passed - 1, 0), passed > 0
-        return {
-            "prediction": np.where(certified, table["selected"].to_numpy(), ABSTAIN),
-            "radius": np.where(certified, radii[last], 0.0),
-            "target": radii[last],
-            "p_lower": np.where(certified, p0[last], 0.0),
-        }
+        return _columns_of_passed(table, settings.radii, p0, passed)
 
     @classmethod
     def recertify(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
@@ -485,14 +498,14 @@ class TargetRadius(SequentialSmoothing):
 
 def _stopped_early(mode: str, instead: str) -> UserError:
     return UserError(
-        f"results of early stopping (mode {mode}) certify their radius at their alpha and nothing "
-        f"else; certify again with {instead} to choose alpha later",
+        f"results of early stopping (mode {mode}) certify their radius at their own alpha only; "
+        f"certify again with {instead} to choose alpha later",
         see="how-to/certification.md#continue-or-change-alpha",
     )
 
 
 def read_executed_batch(table: pa.Table) -> int:
-    """The rows of the executed batch that a table states. Raises UserError where it does not."""
+    """Return the rows of the executed batch that a table states. Raises UserError if damaged."""
     batch = read_job_record(table).get("classifier", {}).get("batch")
     if type(batch) is not int or batch < 1:
         raise UserError("the table's description: damaged: classifier.batch must be >= 1")
@@ -500,8 +513,10 @@ def read_executed_batch(table: pa.Table) -> int:
 
 
 def consistent_blocks(table: pa.Table) -> np.ndarray:
-    """Return whether each row of a test after every block has the draws of so many blocks as it
-    states, the last of them perhaps in part, and no more hits than draws: bool (N,)."""
+    """Return whether each row has the draws of its blocks, and no more hits than draws: bool (N,).
+
+    The test is made after every block; the last block may be drawn in part.
+    """
     k, n, looks, cap = (table[name].to_numpy() for name in ("k", "n", "looks", "cap"))
     batch = read_executed_batch(table)
     blocks = (looks == -(-n // batch)) & (n == np.minimum(looks * batch, cap)) & (n >= 1)
@@ -510,7 +525,7 @@ def consistent_blocks(table: pa.Table) -> np.ndarray:
 
 
 def _looks_of_table(table: pa.Table) -> np.ndarray:
-    """Numbers of draws at the looks of a table, int64."""
+    """Return the numbers of draws at the looks of a table, int64."""
     looks = planned_looks(table["cap"][0].as_py(), read_executed_batch(table))
     return np.array(looks, dtype=np.int64)
 
@@ -587,10 +602,7 @@ class Anytime(SequentialSmoothing):
             block += 1
             while passed < len(p0) and beta_mixture_rejects(hits, draws, p0[passed], self.alpha):
                 passed += 1
-            if p0 and (
-                passed == len(p0)
-                or clopper_pearson_upper(hits, draws, FUTILITY_ALPHA) <= p0[passed]
-            ):
+            if p0 and (passed == len(p0) or is_futile(hits, draws, p0[passed])):
                 break
         return {"selected": selected, "k": hits, "n": draws, "looks": block}
 
@@ -664,40 +676,36 @@ _NEAR_ONE = 1 - 1e-12
 class LeadTest:
     """A test of the leads over all other classes against ascending means.
 
-    `passed` of them are shown.
-
-    futility_alpha: error by which hopeless inputs are given up; it can lose a certificate, never
-    add one.
+    passed: the number of means that all leads exceed. futility_alpha: error by which an input is
+    given up; it can only lose certificates.
     """
 
     def __init__(
         self, means: Sequence[float], alpha: float, futility_alpha: float = FUTILITY_ALPHA
     ) -> None:
-        self._means, self._alpha, self._futile = means, alpha, futility_alpha
+        self._means, self._alpha, self._futility_alpha = means, alpha, futility_alpha
         self._scores = score_bounds.BIN_EDGES / SCORE_UNIT
         self._counts = np.zeros((len(self._scores), 1))
         self.passed = 0
 
     def update(self, counts: np.ndarray, excess: np.ndarray) -> bool:
-        """Take what more draws say, as `betting.binned` makes it; True when all is decided."""
+        """Add the binned leads of more draws; return True if all is decided."""
         self._counts = self._counts + score_bounds.bin_edge_weights(counts, excess).T
-        while self.passed < len(self._means) and self._leads_exceed(self._means[self.passed]):
+        for mean in self._means[self.passed :]:
+            above = score_bounds.means_exceed(self._counts, self._scores, mean, self._alpha)
+            if not above.all():
+                below = score_bounds.means_exceed(
+                    self._counts, 1 - self._scores, 1 - mean, self._futility_alpha
+                )
+                return bool(below.any())
             self.passed += 1
-        if self.passed == len(self._means):
-            return True
-        left = 1 - self._means[self.passed]
-        return bool(
-            score_bounds.means_exceed(self._counts, 1 - self._scores, left, self._futile).any()
-        )
-
-    def _leads_exceed(self, mean: float) -> bool:
-        return bool(score_bounds.means_exceed(self._counts, self._scores, mean, self._alpha).all())
+        return True
 
 
 class TargetScores(HiddenNoiseCertificate):
     """Early stopping of expected scores: given radii, tested by betting after every block of draws.
 
-    It certifies the largest radius that passed, no more.
+    It certifies the largest radius that passed.
 
     Attributes:
         n: The most draws for each input.
@@ -711,8 +719,7 @@ class TargetScores(HiddenNoiseCertificate):
     @model_validator(mode="after")
     def _require_radii(self) -> Self:
         require_setting(bool(self.radii), "radii", f"given when mode is {self.mode}")
-        rising = all(a < b for a, b in zip(self.radii[:-1], self.radii[1:], strict=True))
-        require_setting(rising, "radii", "ascending")
+        require_ascending(self.radii)
         return self
 
     def build_sampler(self, model: nn.Module, input_shape: tuple[int, ...]) -> ScoreSampler:
@@ -725,7 +732,7 @@ class TargetScores(HiddenNoiseCertificate):
         return place
 
     def hypotheses(self, sampler: ScoreSampler) -> tuple[float, ...]:
-        """Return the lead to exceed for each radius, a hair above the exact number."""
+        """Return the lead to exceed for each radius, rounded up."""
         scale = getattr(sampler.sensitivity, self.norm) / sampler.sigma
         exact = [float(scipy.special.ndtr(radius * scale)) for radius in self.radii]
         return tuple(p + (1 - p) * 1e-9 for p in exact)
@@ -759,18 +766,7 @@ class TargetScores(HiddenNoiseCertificate):
 
     def decide(self, partials: Sequence[PartialCounts], sampler: ScoreSampler) -> Verdict:
         (partial,) = partials
-        passed = partial["passed"]
-        last = max(passed - 1, 0)
-        return Verdict(
-            prediction=partial["selected"] if passed else ABSTAIN,
-            selected=partial["selected"],
-            k=partial["k"],
-            n=partial["n"],
-            p_lower=self.hypotheses(sampler)[last] if passed else 0.0,
-            radius=self.radii[last] if passed else 0.0,
-            looks=partial["looks"],
-            target=self.radii[last],
-        )
+        return _verdict_of_passed(partial, self.radii, self.hypotheses(sampler))
 
     def name_parts(self) -> list[str]:
         radii = "-".join(map(format_exact, self.radii))
@@ -781,30 +777,25 @@ class TargetScores(HiddenNoiseCertificate):
 
     @classmethod
     def consistent_counts(cls, table: pa.Table) -> np.ndarray:
-        """Blocks of draws as they were executed."""
         return consistent_blocks(table)
 
     @classmethod
     def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
-        """One of the radii that were asked for, of the selected class, or none. The scores of the
-        draws are not kept: whether it passed cannot be made again."""
+        """Return the columns that follow from the radius that each row states.
+
+        Whether it passed its test cannot be recomputed, since the scores of the draws are not kept.
+        """
         from dpdist.certification.worker import ScoreSampler
 
         settings = read_settings(cls, read_job_record(table), "the table's description")
-        place = ScoreSampler(table["sigma"][0].as_py(), read_sensitivity(table))
-        radii, p0 = np.array(settings.radii), np.array(settings.hypotheses(place))
-        certified = table["prediction"].to_numpy() != ABSTAIN
-        last = np.searchsorted(radii, table["radius"].to_numpy()).clip(0, len(radii) - 1)
-        return {
-            "prediction": np.where(certified, table["selected"].to_numpy(), ABSTAIN),
-            "radius": np.where(certified, radii[last], 0.0),
-            "target": np.where(certified, radii[last], radii[0]),
-            "p_lower": np.where(certified, p0[last], 0.0),
-        }
+        sampler = ScoreSampler(table["sigma"][0].as_py(), read_sensitivity(table))
+        stated = np.searchsorted(settings.radii, table["radius"].to_numpy())
+        last = stated.clip(0, len(settings.radii) - 1)
+        passed = np.where(table["prediction"].to_numpy() != ABSTAIN, last + 1, 0)
+        return _columns_of_passed(table, settings.radii, settings.hypotheses(sampler), passed)
 
     @classmethod
     def read_sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:
-        """The targets that expected scores passed: of the exact profile."""
         answer, size = table["prediction"].to_numpy(), table["radius"].to_numpy()
         norm = table["norm"][0].as_py()
         title = "exact profile, targets"
@@ -818,21 +809,8 @@ class TargetScores(HiddenNoiseCertificate):
     def recreate(
         cls, certificates: CertificateTable, norm: str, batch: int
     ) -> tuple[BettingScores, ScoreSampler]:
-        """Return bets on the class alone at the cap, whatever stopped the table's own."""
-        from dpdist.certification.worker import ScoreSampler
-
-        settings = BettingScores.model_validate(
-            {
-                "n": certificates.n,
-                "n0": certificates.n0,
-                "alpha": certificates.alpha,
-                "one_sided": True,
-            }
-            | {"norm": norm, "batch": batch}
-        )
-        return settings, ScoreSampler(
-            certificates.sigma, Sensitivity(**certificates.job_record["sensitivity"])
-        )
+        """Return one-sided betting with as many draws as the table's tests could make."""
+        return recreate_scores(BettingScores, certificates, norm, batch, one_sided=True)
 
     @classmethod
     def describe(cls, certificates: CertificateTable) -> str:

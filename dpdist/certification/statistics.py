@@ -1,35 +1,35 @@
 """Bound accuracies on fresh inputs and compare two runs, from tables of certificates.
 
-**Fresh inputs.** Claimed of the population that the table's inputs are an independent sample of,
-and of this trained model: A(r), the probability that the smoothed classifier is right on a fresh
-input and keeps its answer at every distance below r; and C(r), that the label's own probability is
-large enough for a certificate of radius r, given draws enough. Proof. Whether input i has a right
-certificate of radius >= r is Z_i: independent, as the inputs and their draws are, with one
-probability q. Where the classifier is not right and robust at r such a certificate is false, which
-has probability at most alpha whatever the input, so q <= A + alpha (1 - A), and A >= (q - alpha) /
-(1 - alpha). An input that counts for C(r) has an upper bound of its label's probability that
-reaches r with probability at least 1 - alpha, so the share w of inputs with such a bound has (1 -
-alpha) C <= w. Clopper-Pearson bounds q from below and w from above. False certificates are thus
-paid for by alpha itself, once: not by a quantile of their number. Both fall with r: a statement at
-one radius holds at all below (A), or beyond (C).
+**Fresh inputs.** The bounds are of this trained model and the population from which the table's
+inputs are an independent sample: A(r), the probability that the smoothed classifier is correct on a
+fresh input and keeps its answer at every distance below r; and C(r), the probability that the
+label's own probability is large enough for a certificate of radius r, with enough draws. Proof.
+Let Z_i be whether input i has a correct certificate of radius >= r. These are independent, as the
+inputs and their draws are, with one probability q. If the classifier is not correct and robust at
+r, such a certificate is false, which has probability at most alpha for every input, so q <= A +
+alpha (1 - A), and A >= (q - alpha) / (1 - alpha). For an input that counts for C(r), the upper
+bound of its label's probability reaches r with probability at least 1 - alpha, so the fraction w of
+inputs with such a bound has (1 - alpha) C <= w. Clopper-Pearson bounds q from below and w from
+above. False certificates are thus covered by alpha itself, once, not by a quantile of their number.
+Both fall with r: a bound at one radius is valid at all smaller ones (A), or all larger ones (C).
 
-**Two classifiers on the same inputs.** Each input gives a pair: whether the first is right there
-(and certified), and whether the second is. The pairs are taken as independent draws from one
+**Two classifiers on the same inputs.** Each input gives a pair: whether the first is correct (and
+certified) there, and whether the second is. The pairs are taken as independent samples from one
 population of inputs, and the statement is about that population, for these two models and these
-certificates. Inputs on which both succeed or both fail do not tell them apart; of the others, the
-*discordant* ones, each is the second's with probability 1/2 if both succeed equally often
-(McNemar, Psychometrika 1947).
+certificates. Inputs on which both succeed or both fail do not distinguish them; of the others, the
+*discordant* ones, each is the second's with probability 1/2 if both succeed equally often (McNemar,
+Psychometrika 1947).
 
-**Whole curves.** At size r the later run less the first is D(r) = P[R2 >= r] - P[R1 >= r], with R1
-and R2 the certified sizes of one input by both, below 0 where it is not answered rightly. Sizes
-from 0 on are cut into cells that do not depend on the results. Both shares fall with r, so for
-every r in a cell (a, b], of which the first has 0 too,
+**Whole curves.** At size r the difference of the later run and the first is D(r) = P[R2 >= r] -
+P[R1 >= r], with R1 and R2 the certified sizes of one input by both, below 0 if its answer is
+incorrect. Sizes from 0 on are cut into cells that do not depend on the results. Both fractions fall
+with r, so for every r in a cell (a, b], of which the first includes 0,
 
     P[R2 >= b] - P[R1 > a]  <=  D(r)  <=  P[R2 > a] - P[R1 >= b],
 
 and each side is a difference of two successes on the same inputs, which has an exact bound. All
-bounds of all cells hold together (union bound). A cell costs a hair of every other's error, but
-its width is lost whole, so there are many of them.
+bounds of all cells are valid together (union bound). More cells make each bound slightly wider, but
+narrower cells make the band much tighter, so there are many.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ from dpdist.core.result_rows import certified_row
 
 
 ERROR = 0.05
-# Of the interval's error; the rest goes to the split of the discordant inputs, which decides.
+# Of the interval's error; the rest is for the split of the discordant inputs, which matters most.
 SHARE_OF_DISCORDANT = 0.1
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The second classifier against the first, on ``inputs`` inputs.
+    """The second classifier compared with the first, on ``inputs`` inputs.
 
-    first, second: share of the inputs on which each succeeds. only_first, only_second: how many
-    only one of them succeeds on. low, high: of the population's difference, as
-    ``difference_interval``. p_value, anytime: that both succeed equally often there.
+    first, second: fraction of the inputs on which each succeeds. only_first, only_second: number of
+    inputs on which only one of them succeeds. low, high: interval of the population's difference
+    (``difference_interval``). p_value, anytime: of the hypothesis that both succeed equally often.
     """
 
     inputs: int
@@ -82,14 +82,14 @@ class Comparison:
 
     @property
     def difference(self) -> float:
-        """Return the share of the second less that of the first."""
+        """Return the fraction of the second minus that of the first."""
         return (self.only_second - self.only_first) / self.inputs
 
 
 def compare(first: np.ndarray, second: np.ndarray, error: float = ERROR) -> Comparison:
-    """Compare the successes of two classifiers, bool (N,) each, on the same inputs in their order.
+    """Return the comparison of the successes of two classifiers on the same inputs, bool (N,) each.
 
-    error: of the interval. Raises ValueError for arrays of unequal length, or of none.
+    error: of the interval. Raises ValueError for arrays of unequal length, or empty ones.
     """
     if first.shape != second.shape or not first.size:
         raise ValueError(f"both must be of the same inputs, got {first.shape} and {second.shape}")
@@ -111,8 +111,8 @@ def compare(first: np.ndarray, second: np.ndarray, error: float = ERROR) -> Comp
 def mcnemar_p_value(only_first: int, only_second: int) -> float:
     """Return the exact two-sided p value that both succeed equally often.
 
-    The number of inputs must be fixed in advance. At most u with probability at most u, for every
-    share of discordant inputs: the test is Binomial(discordant, 1/2), given their number.
+    The number of inputs must be fixed in advance. It is at most u with probability at most u, for
+    every fraction of discordant inputs: the test is Binomial(discordant, 1/2), given their number.
     """
     return two_sided_p_value(only_second, only_first + only_second)
 
@@ -120,13 +120,13 @@ def mcnemar_p_value(only_first: int, only_second: int) -> float:
 def difference_interval(
     only_first: int, only_second: int, inputs: int, error: float = ERROR
 ) -> tuple[float, float]:
-    """Return an interval of the second's share less the first's, wrong at most with ``error``.
+    """Return an interval of the second's fraction minus the first's, wrong with at most ``error``.
 
-    The difference is d (2 s - 1), with d the share of discordant inputs and s the second's share of
-    those. Clopper-Pearson intervals of d (a tenth of the error) and of s given their number (nine
-    tenths) hold together by the union bound; every difference that they leave is in the interval.
-    So it is conservative, never approximate. It leaves 0 out only where the p value of McNemar is
-    below 9/10 of the error.
+    The difference is d (2 s - 1), with d the fraction of discordant inputs and s the second's
+    fraction of those. Clopper-Pearson intervals of d (a tenth of the error) and of s given their
+    number (nine tenths) are valid together by the union bound; the interval has every difference
+    that they allow. So it is conservative, never approximate. It excludes 0 only if the p value of
+    McNemar is below 9/10 of the error.
     """
     discordant = only_first + only_second
     spent = SHARE_OF_DISCORDANT * error
@@ -144,12 +144,12 @@ def difference_interval(
 def anytime_p_value(first: np.ndarray, second: np.ndarray) -> float:
     """Return the p value that both succeed equally often, valid however often one looks.
 
-    bool (N,) each, in the order in which inputs are added. If both succeed equally often, the
-    probability that it is *ever* at most u, as inputs are added without end, is at most u.
+    first, second: bool (N,), in the order in which inputs are added. If both succeed equally often,
+    the probability that it is *ever* at most u, as inputs are added without end, is at most u.
 
     After m discordant inputs, x of them the second's, the likelihood ratio of s ~ Beta(1/2, 1/2)
     against s = 1/2 is 2^m B(x + 1/2, m - x + 1/2) / B(1/2, 1/2): a martingale at s = 1/2, and ever
-    above 1/u with probability at most u (Ville). Returned is 1 over the largest so far.
+    above 1/u with probability at most u (Ville). The p value is 1 over the largest so far.
     """
     won = second[first != second]
     draws, hits = np.arange(1, won.size + 1), np.cumsum(won)
@@ -181,8 +181,8 @@ _ROUNDING = 1e-12  # outwards
 class PopulationBound:
     """Bounds at one radius: low <= A(radius), and C(radius) <= certifiable.
 
-    At least 1 - certifiable of the population cannot be certified by certificates of this kind,
-    with any number of draws, but may be robust. None where counts of all classes were not kept.
+    At least 1 - certifiable of the population cannot be certified by certificates of this kind with
+    any number of draws, although it may be robust. None if counts of all classes were not kept.
     """
 
     radius: float
@@ -225,8 +225,8 @@ def population_bounds(
     level = error / (len(radii) * (1 if reach is None else 2)) if radii else error
     stated = []
     for radius in radii:
-        right = clopper_pearson_lower(int((held >= radius).sum()), count, level)
-        low = (float(right) - alpha) / (1 - alpha) * (1 - _ROUNDING)
+        correct = clopper_pearson_lower(int((held >= radius).sum()), count, level)
+        low = (float(correct) - alpha) / (1 - alpha) * (1 - _ROUNDING)
         certifiable = None
         if reach is not None:
             reached = clopper_pearson_upper(int((reach >= radius).sum()), count, level)
@@ -236,46 +236,46 @@ def population_bounds(
 
 
 def doubts(found: CertificateTable) -> list[str]:
-    """Return what is odd about a table's results as a whole, in words; usually nothing.
+    """Return what is doubtful about a table's results as a whole, a list of texts; usually empty.
 
-    Equal certified accuracy at all printed radii, or an abstention on every input, comes of noise
-    that is tiny, or huge, beside the numbers of the inputs more often than of the model.
+    If certified accuracy is the same at all shown radii, or every input abstains, the noise is
+    often tiny or huge relative to the inputs' values.
     """
-    radii, said = found.reported_radii, list[str]()
+    radii, texts = found.reported_radii, list[str]()
     shares = [found.certified_accuracy(radius) for radius in radii]
     low, high = found.input_range or (0.0, 1.0)
     if found.holds_images and not (low >= -_RANGE_SLACK and high <= 1 + _RANGE_SLACK):
-        said.append(
-            f"the numbers of the images lie in {low:.4g} to {high:.4g}, outside 0 to 1, and sigma "
+        texts.append(
+            f"the values of the images are in {low:.4g} to {high:.4g}, outside 0 to 1, and sigma "
             "and radii are in these units: if they were normalized, certify images in 0 to 1 with "
             "normalize=(mean, std), or --normalize MEAN/STD"
         )
     if lacks_classes(found):
         held, all_of = len(np.unique(found.label)), found.job_record["classes"]
-        said.append(
+        texts.append(
             f"the inputs are in the order of their classes, and the first {len(found.index):,} "
-            f"have {held} of {all_of}: they are no sample of the others; take every k-th "
+            f"have {held} of {all_of}, so they do not represent the others; take every k-th "
             "(certify.every) instead of the first ones (certify.max_inputs)"
         )
     if found.abstention_rate == 1:
         return [
-            *said,
+            *texts,
             f"the classifier abstained on all {len(found.index):,} inputs: sigma {found.sigma:g} "
-            "may drown them, or n may be too small",
+            "may be too large for them, or n too small",
         ]
     if len(radii) > 1 and shares[0] > 0 and len(set(shares)) == 1 and len(found.index) > 1:
-        said.append(
+        texts.append(
             f"certified accuracy is the same at all radii up to {format_exact(radii[-1])}: the "
-            f"inputs' numbers may be large beside sigma {found.sigma:g}, and then no radius means "
-            "much; scale the inputs by public constants, or certify larger radii"
+            f"inputs' values may be large compared with sigma {found.sigma:g}, and then no radius "
+            "means much; scale the inputs by public constants, or certify larger radii"
         )
     _, counts = np.unique(found.label, return_counts=True)
     smoothed = int((found.size_if_correct() >= 0).sum())
     if text := commonest_class_doubt(smoothed, len(found.index), int(counts.max())):
         _, answers = np.unique(found.prediction[found.prediction >= 0], return_counts=True)
         share = format_percent(answers.max() / len(found.index), 1)
-        said.append(f"with its noise, {text}; it says one class on {share} % of the inputs")
-    return said
+        texts.append(f"with its noise, {text}; it answers one class on {share} % of the inputs")
+    return texts
 
 
 def lacks_classes(found: CertificateTable) -> bool:
@@ -291,12 +291,12 @@ _RANGE_SLACK = 1e-3  # of what resizing and formats of images round
 
 
 def commonest_class_doubt(correct: int, inputs: int, commonest: int) -> str | None:
-    """Return the doubt that a model beats always saying the commonest class; None without one.
+    """Return the doubt that a model beats always answering the commonest class, or None.
 
     Args:
-        correct: inputs that the model answers correctly.
-        inputs: all inputs.
-        commonest: inputs of the commonest class.
+        correct: number of inputs that the model classifies correctly.
+        inputs: number of all inputs.
+        commonest: number of inputs of the commonest class.
     """
     sure = float(clopper_pearson_interval(correct, inputs, 2 * ERROR)[0])
     if sure > commonest / inputs:
@@ -308,7 +308,7 @@ def commonest_class_doubt(correct: int, inputs: int, commonest: int) -> str | No
 
 
 def verdict(found: CertificateTable) -> str:
-    """Return a table in one sentence, with what is doubtful about it first."""
+    """Return a table in one sentence, with its doubts first."""
     clauses = [*doubts(found), f"with its noise, the model is {certified_clause(found)}"]
     sentence = "; ".join(clauses)
     return f"{sentence[0].upper()}{sentence[1:]}."
@@ -320,7 +320,7 @@ def smallest_shown_radius(table: CertificateTable) -> float:
 
 
 def certified_clause(found: CertificateTable) -> str:
-    """Return the share of inputs that are certified at the smallest radius above 0, in words."""
+    """Return the fraction of inputs certified at the smallest radius above 0, in words."""
     radius = smallest_shown_radius(found)
     share = format_percent(found.certified_accuracy(radius), 1)
     return (
@@ -330,7 +330,7 @@ def certified_clause(found: CertificateTable) -> str:
 
 
 def certified_rows(found: CertificateTable, title: str = "") -> list[Row]:
-    """Return the row of a table's radius, and one of each size where it states several."""
+    """Return the row of a table's radius, and one of each size if it has several."""
     radii = found.reported_radii
     shares = [(radius, found.certified_accuracy(radius)) for radius in radii]
     rows = [certified_row(shares, found.norm, found.sigma, title)]
@@ -344,7 +344,7 @@ def certified_rows(found: CertificateTable, title: str = "") -> list[Row]:
 
 
 def input_rows(found: CertificateTable) -> list[Row]:
-    """Return rows of the clean accuracy of a table's inputs, and of their range beside sigma."""
+    """Return rows of the clean accuracy of a table's inputs, and of their range and sigma."""
     rows = []
     if found.clean_accuracy is not None:
         share = format_percent(found.clean_accuracy)
@@ -355,7 +355,7 @@ def input_rows(found: CertificateTable) -> list[Row]:
 
 
 def table_rows(found: CertificateTable) -> list[Row]:
-    """Return what is printed of a table: the verdict first."""
+    """Return the printed rows of a table, the verdict first."""
     abstained = int((found.prediction == ABSTAIN).sum())
     rows = [
         Row("verdict", verdict(found)),
@@ -382,14 +382,14 @@ POPULATION = "of the population, at least"
 
 
 def stated_bounds(certificates: CertificateTable) -> list[PopulationBound]:
-    """Return the bounds that reports state; none if the inputs are visibly no sample."""
+    """Return the bounds that reports state; none if the inputs are evidently not a sample."""
     return [] if lacks_classes(certificates) else population_bounds(certificates)
 
 
 def population_row(certificates: CertificateTable) -> Row:
     """Return the row with a lower bound of the population's accuracy.
 
-    One table has one such statement: reports, `certify`, `release` and `verify` print it from here.
+    Reports, `certify`, `release` and `verify` all print this row of a table.
     """
     stated = stated_bounds(certificates)
     if not stated:
@@ -422,12 +422,12 @@ class CurveDifference:
 
     @property
     def better_ranges(self) -> list[tuple[float, float]]:
-        """Return the stretches of sizes, (above, up to), at which the later run is better."""
+        """Return the ranges of sizes, (above, up to), at which the later run is better."""
         return self._stretches(self.low > 0)
 
     @property
     def worse_ranges(self) -> list[tuple[float, float]]:
-        """Return the stretches of sizes, (above, up to), at which the later run is worse."""
+        """Return the ranges of sizes, (above, up to), at which the later run is worse."""
         return self._stretches(self.high < 0)
 
     def _stretches(self, cells: np.ndarray) -> list[tuple[float, float]]:
@@ -441,10 +441,9 @@ def curve_difference(
 ) -> CurveDifference:
     """Return the band of the difference of two runs' certified sizes, up to `max_size`.
 
-    The sizes are of the same inputs, float64 (N,) each.
-
-    Wrong at any size with probability at most `error`, over the choice of inputs; `max_size` must
-    not be chosen by the results. Certificates are taken as made.
+    first, second: certified sizes of the same inputs, float64 (N,). The band is wrong at any size
+    with probability at most `error`, over the choice of inputs; `max_size` must not be chosen by
+    the results. The certificates are taken as they are.
     """
     knots = np.linspace(0.0, max_size, cells + 1)
     beyond = np.concatenate([[-1e-300], knots[1:-1]])  # 0 is a certified size
@@ -456,11 +455,10 @@ def curve_difference(
 
 
 def _difference_lower_bounds(first: np.ndarray, second: np.ndarray, error: float) -> np.ndarray:
-    """Return lower bounds of the second's share less the first's.
+    """Return lower bounds of the second's fraction minus the first's, float64 (J,).
 
-    Each is wrong with probability at most ``error``.
-
-    bool (J, N) each, float64 (J,). As `paired.difference_interval`, on one side.
+    first, second: bool (J, N). Each bound is wrong with at most ``error``. As
+    `difference_interval`, on one side.
     """
     only_second = (second & ~first).sum(1)
     discordant = (first ^ second).sum(1)

@@ -1,6 +1,6 @@
-"""A model that a job is about: what certifications, attacks and predictions take.
+"""The model of a certification, an attack or a prediction.
 
-However it came (a run, a release, a module, a callable, a function by name), it is loaded once and
+Whether it is of a run, a release, a module, a callable or a function by name, it is loaded once and
 hashed once, and every worker receives the same object.
 """
 
@@ -37,7 +37,7 @@ class DatasetLike(Protocol):
 
 
 class NamedDatasetLike(DatasetLike, Protocol):
-    """A data set that messages name."""
+    """A data set with a name for messages."""
 
     @property
     def name(self) -> str:
@@ -46,10 +46,10 @@ class NamedDatasetLike(DatasetLike, Protocol):
 
 @dataclass(frozen=True)
 class Subject:
-    """Hold a model with all that a job needs to know of it.
+    """A model with all that a job needs to know of it.
 
-    model: in evaluation mode. digest: hex, of everything that its answers depend on: whoever
-    continues must have the same. where: begins complaints. code: that each worker must have.
+    model: in evaluation mode. digest: hex, of everything that its answers depend on; a continued
+    job must have the same. where: first words of error messages. code: that each worker must have.
     """
 
     model: nn.Module
@@ -61,9 +61,9 @@ class Subject:
     def load(
         cls, folder: Path, trusted_factory: str | None = None, digest: str | None = None
     ) -> Subject:
-        """Return the model that a folder holds. Raises UserError.
+        """Return the model in a folder. Raises UserError.
 
-        digest: the hash of its files, where the caller has computed it.
+        digest: the hash of its files, if the caller has computed it.
         """
         from dpdist import models
 
@@ -76,18 +76,17 @@ class Subject:
 
 
 def require_logits(model: nn.Module, batch: Tensor, classes: int | None = None) -> int:
-    """Return the number of classes that a model tells apart in a batch.
+    """Return the number of classes of a model, from its answer to a batch.
 
-    Raises ValueError unless it gives each input finite logits for each class. classes: how many
-    there must be; None: any number.
+    Raises ValueError unless it returns finite logits for each input and class. classes: the
+    required number; None: any number.
     """
     import torch
 
     from dpdist.models import fresh_copy
 
     with torch.inference_mode():
-        # What it keeps of a batch, no other one knows.
-        logits = fresh_copy(model.eval())(batch)
+        logits = fresh_copy(model.eval())(batch)  # a copy, as a model may keep state of a batch
     shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
     if not isinstance(shape, tuple) or len(shape) != 2 or shape[0] != len(batch):
         raise ValueError(f"it returns {shape}, not logits ({len(batch)}, classes)")

@@ -1,8 +1,8 @@
 """The table of certificates: one row per input, in one canonical file.
 
-A `CertificateTable` is one finished certification. What its columns mean, the class of its
-certificates says (``dpdist.certification.certificate``). Nothing here loads pyarrow before a table
-is read or written, because recipes are read through the registry.
+A `CertificateTable` is one finished certification. The class of its certificates defines its
+columns (``dpdist.certification.certificate``). Nothing here loads pyarrow before a table is read or
+written, because recipes are read through the registry.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 ABSTAIN = -1  # as a prediction
-HIDDEN_NOISE = "hidden-gaussian"  # the name of a model's own noise behind its first layer
+HIDDEN_NOISE = "hidden-gaussian"  # the name of a model's own noise after its first layer
 TABLE = "certificates.parquet"
 KEY = b"dpdist.certification"
 # Entries of a table's record: what was measured of its inputs before they were certified.
 INPUT_SHAPE, INPUT_RANGE, CLEAN_WRONG = "input_shape", "input_range", "clean_wrong"
 
 
-# What every reader relies on: the kind and the least of each column.
+# Type and least value of each column that every table has.
 COLUMNS: dict[str, ColumnSpec] = {
     "index": (int, 0), "label": (int, 0), "prediction": (int, -1), "selected": (int, -1),
     "k": (int, 0), "n": (int, 0), "n0": (int, 0), "alpha": (float, 0), "p_lower": (float, 0),
@@ -78,7 +78,7 @@ def read_job_record(table: pa.Table) -> dict[str, Any]:
 
 
 def read(path: Path) -> pa.Table:
-    """A table of certificates. Raises UserError when it is none, or not of its settings."""
+    """Return a table of certificates. Raises UserError if it is damaged."""
     from dpdist.cluster import job_folder
 
     return job_folder.read_table(path, COLUMNS, KEY)
@@ -95,7 +95,7 @@ def read_settings(kind: type[Any], job_record: Mapping[str, Any], context: objec
 
 
 def write(table: pa.Table, path: Path) -> None:
-    """Write the one canonical file of a table, whole or not at all."""
+    """Write the canonical file of a table atomically."""
     from dpdist.cluster import job_folder
 
     job_folder.write_table(table, path)
@@ -106,12 +106,12 @@ def write(table: pa.Table, path: Path) -> None:
 
 @dataclass(frozen=True)
 class CertifiedSizes:
-    """The sizes that one certificate of a table states of every input.
+    """The sizes of one certificate of a table, for every input.
 
-    name, norm: of the certificate ("exact", "linf"). title: what it is, in words. prediction: int64
-    (N,), the certified class, -1 where none is. size: float64 (N,), input units. short_title: its
-    line in a summary. is_valid: whether it is valid at all. predicts_by_vote: whether it speaks of
-    the class that most draws say, or of the class of the largest mean score.
+    name, norm: of the certificate ("exact", "linf"). title: its description. prediction: int64
+    (N,), the certified class, -1 if it abstains. size: float64 (N,), input units. short_title: its
+    line in a summary. is_valid: whether the certificate is valid at all. predicts_by_vote: whether
+    it applies to the class of most draws, not to that of the largest mean score.
     """
 
     name: str
@@ -125,12 +125,12 @@ class CertifiedSizes:
     predicts_by_vote: bool = True
 
     def size_if_correct(self, labels: np.ndarray) -> np.ndarray:
-        """The size where the answer is the label, -1 elsewhere: float64 (N,)."""
+        """Return each size, or -1 if the answer is not the label: float64 (N,)."""
         return np.where((self.prediction == labels) & (self.prediction != ABSTAIN), self.size, -1.0)
 
 
 def attack_noise(noise: str, sigma: float) -> tuple[str, float | None] | None:
-    """Return the place and sigma of an attack on the classifier that a certificate speaks of.
+    """Return where an attack on a certified classifier puts its noise, and that noise's sigma.
 
     Attacks smooth by Gaussian noise only: None for other noise on the input. noise: its name in
     settings and tables.
@@ -403,9 +403,9 @@ class CertificateTable:
 
 
 def list_columns(table: pa.Table, *names: str) -> list[np.ndarray] | None:
-    """Return columns that hold a list of whole numbers for each class: int64 (N, K) each.
+    """Return columns of lists with a whole number for each class: int64 (N, K) each.
 
-    None where they are of unequal lengths, or empty.
+    None if they have unequal lengths, or are empty.
     """
     found = [table[name].to_pylist() for name in names]
     sizes = {len(each or ()) for column in found for each in column}
@@ -415,9 +415,9 @@ def list_columns(table: pa.Table, *names: str) -> list[np.ndarray] | None:
 
 
 def consistent_histograms(table: pa.Table, histogram: np.ndarray) -> np.ndarray:
-    """Return whether each row's histogram (N, K) can be of its draws: bool (N,).
+    """Return whether each row's histogram (N, K) fits its draws: bool (N,).
 
-    It is of n draws at most (some may have had no class), all of its cap, and has k for its
+    It counts at most n draws (some may have had no class), n is its cap, and it has k for its
     selected class.
     """
     names = ("selected", "k", "n", "cap", "looks")
@@ -448,8 +448,8 @@ def input_range(dataset: Any, indices: Sequence[int]) -> tuple[float, float]:
 
 
 def range_words(low: float, high: float, sigma: float | None) -> str:
-    """Return the range of inputs beside the noise, in words."""
-    said = f"inputs lie in {low:.4g} to {high:.4g}"
+    """Return the range of inputs, and sigma relative to it, in words."""
+    words = f"inputs lie in {low:.4g} to {high:.4g}"
     if not sigma or high <= low:
-        return said
-    return f"{said}; sigma {sigma:g} is {100 * sigma / (high - low):.3g} % of that range"
+        return words
+    return f"{words}; sigma {sigma:g} is {100 * sigma / (high - low):.3g} % of that range"

@@ -24,7 +24,7 @@ from dpdist.core.files import check_columns, check_shape, error_text
 # --- the reader -------------------------------------------------------------------------------
 
 
-# What one table states once: column, name among its settings.
+# Columns with one value in a table, and their names in the settings.
 _ONCE = {
     "alpha": "alpha", "sigma": "sigma", "mode": "mode", "noise": "noise", "norm": "norm",
     "n0": "n0", "cap": "n",
@@ -32,7 +32,7 @@ _ONCE = {
 
 
 def read(path: Path) -> CertificateTable:
-    """A finished table. Raises UserError when it is none, or states no one alpha, sigma or mode."""
+    """Return a finished table, with every row checked. Raises UserError if it is damaged."""
     return checked(tables.read(path), path)
 
 
@@ -42,7 +42,7 @@ def checked(table: pa.Table, path: Path) -> CertificateTable:
     check_columns(table, found.certificate_class.extra_columns(), path)
     try:
         found.certificate_class.check_table(table, str(path))
-    except (ValueError, ArithmeticError) as error:  # of what no certificate is computed
+    except (ValueError, ArithmeticError) as error:  # values for which no certificate is defined
         raise UserError(
             f"{path}: damaged: its rows cannot be computed again: {error_text(error)}"
         ) from error
@@ -53,11 +53,11 @@ def checked(table: pa.Table, path: Path) -> CertificateTable:
 def check_complete(certificates: CertificateTable) -> None:
     """Check that a table has a row for every input that its settings choose, and no others.
 
-    Where a table does not say how many inputs there were, those it has must be the first that its
-    settings choose. One that names no settings says nothing of what it should hold.
+    If a table does not state how many inputs there were, its own must be the first that its
+    settings choose. A table without settings is not checked.
 
     Raises:
-        UserError: an input is missing, or is there though it was not chosen.
+        UserError: an input is missing, or was not chosen.
     """
     about, have = certificates.job_record, np.sort(certificates.index)
     if not about.get("settings"):
@@ -69,12 +69,11 @@ def check_complete(certificates: CertificateTable) -> None:
     if np.array_equal(have, wanted):
         return
     missing, more = np.setdiff1d(wanted, have), np.setdiff1d(have, wanted)
-    said = [f"lacks {len(missing):,} of the {len(wanted):,} inputs"] if len(missing) else []
-    said += [f"holds {len(more):,} that were not chosen"] if len(more) else []
     first = int(min([*missing[:1], *more[:1]]))
     raise UserError(
-        f"{certificates.path}: damaged: must have one row for each input that its settings choose, "
-        f"{' and '.join(said)} (input {first}); certify again"
+        f"{certificates.path}: damaged: must have one row for each of the {len(wanted):,} inputs "
+        f"that its settings choose, got {len(missing):,} missing and {len(more):,} others (input "
+        f"{first}); certify again"
     )
 
 
@@ -103,15 +102,15 @@ def _constant_value(table: pa.Table, about: dict[str, Any], column: str, path: P
     values = table[column].unique().to_pylist()
     if len(values) > 1:
         raise UserError(
-            f"{path}: its rows differ in {column} ({', '.join(map(str, sorted(values)))}), so no "
-            "one statement holds for all of them; certify again"
+            f"{path}: {column} must be the same in all rows, got "
+            f"{', '.join(map(str, sorted(values)))}; certify again"
         )
     stated = about.get("settings", {}).get(_ONCE[column], values[0])
     if column == "alpha":
         stated = about.get("rebound_alpha", stated)
     if stated != values[0]:
         raise UserError(
-            f"{path}: damaged: its rows say {column} {values[0]}, its settings {stated}"
+            f"{path}: damaged: {column} must be {stated}, as its settings say, got {values[0]}"
         )
     return values[0]
 
@@ -120,11 +119,11 @@ def _constant_value(table: pa.Table, about: dict[str, Any], column: str, path: P
 
 
 def recertify(table: pa.Table, alpha: float) -> pa.Table:
-    """The same counts, certified at another error probability (chosen without seeing the counts).
+    """Return a table of the same counts at a different error, chosen without seeing the counts.
 
     Fixed-n counts get a new Clopper-Pearson bound, anytime counts a new confidence sequence, sums
     of scores a new bound of their kind. Raises UserError for results of early stopping: their
-    stopping rule was built for one alpha and one radius, and says nothing else.
+    stopping rule is valid only for its own alpha and radii.
     """
     if not 0 < alpha < 1:
         raise UserError(f"alpha: must be between 0 and 1, got {alpha}")
@@ -139,12 +138,11 @@ def recertify(table: pa.Table, alpha: float) -> pa.Table:
 
 
 def achievable_label_radii(table: pa.Table) -> np.ndarray | None:
-    """The radius R(u) that an upper bound u of each label's own probability could certify by the
-    table's kind of certificate: float64 (N,).
+    """Return the radius that an upper bound of each label's probability could certify.
 
-    Each u is below that probability with probability at most the table's alpha, and R is rounded
-    up; negative where there is none. None where no votes certify, and where the counts of all
-    classes were not kept, as in the modes that stop early.
+    float64 (N,), rounded up, and negative if there is none. Each upper bound is below the
+    probability with probability at most the table's alpha. None if certificates are not by votes,
+    or if the counts of all classes were not kept, as in the modes that stop early.
     """
     counted = table.select(["histogram", "label", "n", "alpha"]).to_pylist()
     if any(row["histogram"] is None for row in counted):

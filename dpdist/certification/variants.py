@@ -1,17 +1,17 @@
-"""Cohen's certificate by other bounds: Hoeffding's, and one of the runner-up's own.
+"""Cohen's certificate by other bounds: Hoeffding's, and a separate bound of the runner-up.
 
-The certificate with the runner-up's own bound has R = sigma / 2 (Phi^-1(p_a) - Phi^-1(p_b)), for
-p_a a lower bound of the class's probability and p_b an upper bound of every other's; CERTIFY takes
-p_b = 1 - p_a. Where the rest is spread over several classes the runner-up has less, and the radius
-is larger; a class may even be certified that has no majority. Nine tenths of alpha are for p_a, a
-tenth for p_b, both by Clopper and Pearson, p_b from the largest count among the other classes.
-Other tools share the error among these classes; none is needed.
-*Proof.* The runner-up is one class b by the truth, whatever was drawn. Its own bound, at a tenth
-of alpha, is wrong with that probability; the bound from the largest count is never smaller, and
-beside a true p_a it makes the radius too large only if it is below b's probability. As p_b <= 1 -
-p_a is taken where it is smaller, the radius is never below Cohen's at 0.9 alpha. A draw without a
-class (its logits are not finite) counts as the runner-up's, whichever class that is: then its
-count is never too small, and an answer that is no class is bounded with the others.
+The certificate with a separate bound of the runner-up has R = sigma / 2 (Phi^-1(p_a) -
+Phi^-1(p_b)), for p_a a lower bound of the class's probability and p_b an upper bound of every
+other's; CERTIFY takes p_b = 1 - p_a. If the rest is spread over several classes, the runner-up has
+less and the radius is larger; a class without a majority can be certified. Nine tenths of alpha are
+for p_a, a tenth for p_b, both by Clopper and Pearson, p_b from the largest count among the other
+classes. Other tools split the error over these classes, which is not necessary.
+*Proof.* The true runner-up is one class b, whatever was drawn. Its own bound, at a tenth of alpha,
+is wrong with that probability; the bound from the largest count is at least that bound. With a
+valid p_a it makes the radius too large only if it is below b's probability. As p_b is never taken
+above 1 - p_a, the radius is never below Cohen's at 0.9 alpha. A draw without a class (its logits
+are not finite) counts as the runner-up's, whichever class that is: then that count is never too
+small, and answers without a class are bounded with the others.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def runner_up_bounds(
         counts: int (N, classes).
         selected: class of each row, (N,).
         alpha: error of each row, or one for all.
-        draws: how many were made, those without a class included, (N,).
+        draws: (N,), their number, including those without a class.
 
     Returns:
         Lower and upper bounds, float64 (N,) each.
@@ -211,7 +211,7 @@ def runner_up_bounds(
 def certify_against_runner_up(
     selected: int, counts: np.ndarray, alpha: float, noise: Noise, draws: int | None = None
 ) -> Verdict:
-    """Certify as `dpdist.certification.cohen.certify`, by both bounds. counts: int (classes,)."""
+    """Return the verdict as `dpdist.certification.cohen.certify`, by both bounds."""
     n = int(counts.sum()) if draws is None else draws
     (p_lower,), (p_upper,) = runner_up_bounds(
         counts[None], np.array([selected]), alpha, np.array([n])

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, final
 
 from pydantic import (
     AfterValidator,
@@ -284,6 +284,30 @@ SingleLine = Annotated[Text, AfterValidator(_check_one_line)]
 License = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]  # by SPDX
 Json = Annotated[Any, AfterValidator(_check_json)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_check_json)]
+
+
+class InputSelection(Section):
+    """The choice of inputs of a data set.
+
+    Attributes:
+        start: Index of the first input.
+        every: Take every k-th input from there on.
+        max_inputs: The most inputs to take; None: no limit.
+    """
+
+    start: CountOrZero = 0
+    every: Count = 1
+    max_inputs: Count | None = None
+
+    @final
+    def indices(self, count: int) -> range:
+        """Return the positions of the chosen inputs, a range; empty if `start` is too large.
+
+        Args:
+            count: number of inputs in the data set.
+        """
+        chosen = range(self.start, count, self.every)
+        return chosen if self.max_inputs is None else chosen[: self.max_inputs]
 
 
 def key_error(key: str, rule: str, see: str = "") -> PydanticCustomError:

@@ -1,43 +1,43 @@
 """Certificates against poisoned training records, from votes of many models.
 
-A trainer that is differentially private gives every set S of outcomes at least B_k(x) under any
-data set that differs in k records, where it has probability x under its own: B_k is a lower bound
-of the trade-off curve of k changes. So an answer that a freshly trained model gives with
-probability x is still given with more than 1/2 where B_k(x) > 1/2, whichever the k records and
-however they were chosen (without knowledge of the secret keys). Ma, Zhu and Hsu 2019 bound the
-same by k epsilon.
+If a differentially private trainer produces a set S of outcomes with probability x, it produces S
+with probability at least B_k(x) on any data set that differs in k records: B_k is a lower bound of
+the trade-off curve of k changes. So an answer that a freshly trained model gives with probability x
+is still given with more than 1/2 if B_k(x) > 1/2, whatever the k records are and however they were
+chosen (without knowledge of the secret keys). Ma, Zhu and Hsu 2019 bound the same by k epsilon.
 
-k counts insertions and removals together. From the data set held to any other: first remove a
-records, then insert b. With R_a and I_b the curves of each direction alone, exact for groups where
-a phase has them (mixtures of Gaussians), the answer keeps at least I_b(R_a(x)), so B_k = min over
-a + b = k of I_b(R_a(x)): one direction's group curve alone would not do, since it says nothing of
-mixtures. The curve of one record in either order, k times over, holds as well; the larger of both
-is taken, and large k are made of exact groups of 16. Under replace-one k counts replaced records,
+k counts insertions and removals together. Any other data set is reached by removing a records, then
+inserting b. Let R_a and I_b be the curves of each direction, exact for groups if a phase has them
+(mixtures of Gaussians). The answer keeps at least I_b(R_a(x)), so B_k = min over a + b = k of
+I_b(R_a(x)). The group curve of one direction is not enough, since it does not cover mixed changes.
+The curve of one record in either order, applied k times, is valid as well; the larger of both is
+used, and large k are composed of exact groups of 16. Under replace-one k counts replaced records,
 and only the curve of one is known.
 
-Models on few records drawn at random: each model is trained on s of the n records, every subset
-alike, by a secret key; training depends on the subset alone. Change the records: a go, b come.
-With m = n - a records in common and n' = m + b, a subset of common ones has probability C(m, s) /
-C(n, s) before, and each of them is C(n, s) / C(n', s) times as likely after; no other subset is
-possible both before and after. So an answer of probability p keeps, by the Neyman-Pearson lemma,
-at least
+Models on few records drawn at random: each model is trained on s of the n records, a uniformly
+random subset by a secret key, and training depends only on the subset. Let a records be removed and
+b inserted. With m = n - a records in common and n' = m + b, a subset of common ones has probability
+C(m, s) / C(n, s) before, and each such subset is C(n, s) / C(n', s) times as likely after; no other
+subset is possible both before and after. So an answer of probability p keeps, by the Neyman-Pearson
+lemma, at least
 
     (p - 1 + C(m, s) / C(n, s)) C(n, s) / C(n', s),
 
-which some training reaches. Jia, Cao and Gong (AAAI 2021, Theorem 1) draw with replacement: there
-(m / n)^s takes the place of C(m, s) / C(n, s).
+and for some training exactly that. Jia, Cao and Gong (AAAI 2021, Theorem 1) draw with replacement:
+there (m / n)^s replaces C(m, s) / C(n, s).
 
 From votes to certificates: each vote of a private model is one run of a differentially private
-mechanism from training data (and input) to a class. Models without number agree on the class that
-a fresh model most often says: certified is the answer of the recipe, not of these models. The
-class is chosen by some models, p is bounded by the others (Clopper-Pearson), so each certificate
-errs with probability at most alpha. All inputs are asked of the same models, so false certificates
-come together: of a whole set the union bound alone holds. With noise N(0, sigma^2 I) on each
-vote's input an L2 change below r besides leaves Phi(Phi^-1(q) - r / sigma) of what the changed
-data leave, q: more than 1/2 where q > Phi(r / sigma).
+mechanism from training data (and input) to a class. The certified class is the one that fresh
+models of the recipe answer most often, not the answer of these models. Some models choose the
+class, the others bound p (Clopper-Pearson), so each certificate errs with probability at most
+alpha. The same models answer all inputs, so false certificates occur together: for a whole set only
+the union bound is valid. With noise N(0, sigma^2 I) on each vote's input, an additional L2 change
+below r leaves Phi(Phi^-1(q) - r / sigma) of the probability q that the changed data leave: more
+than 1/2 if q > Phi(r / sigma).
 
-Plain models on disjoint shards: one record is in one shard, so one change moves one vote, and no
-two classes closer than by two. Exact, without probability (Levine and Feizi, ICLR 2021).
+Plain models on disjoint shards: one record is in one shard, so one change moves one vote, and the
+counts of two classes closer by at most two. Exact, without probability (Levine and Feizi, ICLR
+2021).
 """
 
 from __future__ import annotations
@@ -66,36 +66,42 @@ from dpdist.randomness.keys import stream_words
 
 
 _POINTS, _ROUNDS = 1025, 6  # of a search in [0, 1]: 60 bits
-_LARGEST = 16  # of groups whose exact loss is computed, which takes time in proportion
-_MOST_CHANGES = 1000  # changes that are looked for
+_LARGEST = 16  # group whose exact loss is computed; the time is proportional to it
+_MOST_CHANGES = 1000  # the most changes that are certified
 
 
 class PrivatePoisoningBound:
-    """The trade-off of one training by a plan.
+    """The trade-off curve of one training by a plan, for changed records.
 
-    Raises ValueError where no trade-off curve is proved for it.
+    Raises ValueError if no trade-off curve is proved for it.
     """
 
     def __init__(self, plan: PrivacyPlan) -> None:
         one = audit_bounds.plan_tradeoff(plan)
         if one is None:
-            raise ValueError("no trade-off curve is proved of its training, so nothing of poison")
+            raise ValueError(
+                "no trade-off curve is proved for its training, so poisoning cannot be bounded"
+            )
         self._plan, self._one = plan, one
         self._exact = plan.adjacency == "add-or-remove-one"
         self._groups: dict[int, tuple[TradeoffCurve, TradeoffCurve] | None] = {}
         self._needed: dict[float, list[float]] = {}
 
     def required_probability(self, changes: int, target: float = 0.5) -> float:
-        """The probability from which on more than `target` is left after so many changes, or fewer;
-        infinity where none is enough. Rounded up."""
+        """Return the probability above which more than `target` is left after that many changes.
+
+        It is rounded up; infinity if no probability is enough.
+        """
         found = self._needed.setdefault(target, [target])
         while len(found) <= changes:
             found.append(max(found[-1], self._required_after(len(found), found)))
         return found[changes]
 
     def max_changes(self, probability: float, target: float = 0.5) -> int:
-        """The largest number of changes, up to 1,000, after which an answer of at least this
-        probability keeps more than `target`; -1 where it has no more than that to begin with."""
+        """Return the most changes, up to 1,000, after which an answer keeps more than `target`.
+
+        probability: lower bound of the answer's probability. -1 if it is at most `target`.
+        """
         if probability <= target:
             return -1
         most = 0
@@ -104,8 +110,11 @@ class PrivatePoisoningBound:
         return most
 
     def _required_after(self, changes: int, fewer: list[float]) -> float:
-        """fewer: what 0 to changes - 1 need. One change, or a group, must keep what the others
-        need."""
+        """Return the probability that is required for a number of changes.
+
+        fewer: those for 0 to changes - 1. One change, or a group, must keep what the others
+        require.
+        """
         stepwise, group = _inverse(self._one, fewer[-1]), min(changes, _LARGEST)
         if self._find_group_curves(group) is None:
             return stepwise
@@ -125,9 +134,9 @@ class PrivatePoisoningBound:
         return found
 
     def _find_group_curves(self, size: int) -> tuple[TradeoffCurve, TradeoffCurve] | None:
-        """Return the curves of so many removed records, and of so many inserted, or None.
+        """Return the curves of a number of removed records and of inserted ones.
 
-        None where no exact ones are known.
+        None if no exact ones are known.
         """
         if size not in self._groups:
             found = group_pld(self._plan, size) if self._exact else None
@@ -136,9 +145,9 @@ class PrivatePoisoningBound:
 
 
 def _inverse(curve: TradeoffCurve, target: float) -> float:
-    """An x with curve(x) > target, above the least by rounding; infinity where there is none.
+    """Return an x with curve(x) > target, rounded up; infinity if there is none.
 
-    Curves do not decrease, so whatever lies above x keeps more than the target as well.
+    Curves do not decrease, so every larger x keeps more than the target too.
     """
     low, high = target, 1.0  # curve(x) <= x
     if not low < high or not curve(np.array(high)) > target:
@@ -151,18 +160,18 @@ def _inverse(curve: TradeoffCurve, target: float) -> float:
 
 
 def compose_vote_plans(plan: PrivacyPlan, models: int) -> PrivacyPlan:
-    """Return the plan of all votes of so many trainings together, queried or not."""
+    """Return the plan of all votes of a number of trainings together, queried or not."""
     return replace(plan, phases=tuple(p for each in plan.phases for p in each.repeat(models)))
 
 
 # --- models on few records --------------------------------------------------------------------
 
 
-_LOG_SUM_UP = 1 + 1e-10  # sums of as many logarithms as there are changes, rounded up
+_LOG_SUM_UP = 1 + 1e-10  # rounds up sums of many logarithms
 
 
 def draw_subset(key: bytes, records: int, size: int) -> np.ndarray:
-    """A subset of so many of the records, every one alike by the key: bool (N,)."""
+    """Return a random subset of the records, every one equally likely by the key: bool (N,)."""
     members = np.zeros(records, dtype=bool)
     members[np.argsort(stream_words(key, 0, records), kind="stable")[:size]] = True
     return members
@@ -176,8 +185,10 @@ class BaggingPoisoningBound:
         self._changes = lru_cache(maxsize=None)(self._search_max_changes)
 
     def required_probability(self, changes: int, target: float = 0.5) -> float:
-        """The probability from which on more than `target` is left after so many changes, or fewer;
-        infinity where none is enough. Rounded up."""
+        """Return the probability above which more than `target` is left after that many changes.
+
+        It is rounded up; infinity if no probability is enough.
+        """
         if self._records - changes < self._size:  # nothing can be drawn
             return math.inf
         removed = np.arange(changes + 1)
@@ -187,8 +198,10 @@ class BaggingPoisoningBound:
         return most if most < 1 else math.inf
 
     def max_changes(self, probability: float, target: float = 0.5) -> int:
-        """The largest number of changes after which an answer of at least this probability keeps
-        more than `target`; -1 where it has no more than that to begin with."""
+        """Return the most changes after which an answer keeps more than `target`.
+
+        probability: lower bound of the answer's probability. -1 if it is at most `target`.
+        """
         return self._changes(probability, target)
 
     def _search_max_changes(self, probability: float, target: float) -> int:
@@ -202,14 +215,16 @@ class BaggingPoisoningBound:
         return low
 
     def _subset_ratios(self, changes: int) -> np.ndarray:
-        """C(n + i, s) / C(n, s), i from -changes to changes. Of as many products, not of s each:
-        bags may be large."""
+        """Return C(n + i, s) / C(n, s) for i from -changes to changes: float64.
+
+        They are products of `changes` factors, not of s, since bags may be large.
+        """
         i = np.arange(changes)
         fewer = np.log1p(-self._size / (self._records - i)).cumsum()
         more = -np.log1p(-self._size / (self._records + 1 + i)).cumsum()
-        with np.errstate(over="ignore"):  # infinitely many: nothing is left of an answer
+        with np.errstate(over="ignore"):  # at infinity nothing is left of an answer
             result: np.ndarray = np.exp(np.concatenate([fewer[::-1], [0.0], more]))
-            return result
+        return result
 
 
 # --- the table of votes -----------------------------------------------------------------------
@@ -218,8 +233,8 @@ class BaggingPoisoningBound:
 TABLE = "votes.parquet"
 KEY = b"dpdist.votes"
 FILE = "votes.safetensors"  # of one model: "votes", int64 (N,)
-NONE = -1  # the vote of a training, or an answer, whose numbers are no numbers
-MOST_VOTES = 2**26  # of a table: more would not be read back
+NONE = -1  # the vote of a training, or an answer, without finite logits
+MOST_VOTES = 2**26  # of a table: readers accept no more
 COLUMNS: dict[str, ColumnSpec] = {
     "model": (int, 0), "index": (int, 0), "label": (int, 0), "vote": (int, NONE)
 }  # fmt: skip
@@ -228,8 +243,10 @@ SCHEMA = job_folder.schema_of(COLUMNS)
 
 @dataclass(frozen=True, eq=False)
 class Votes:
-    """job_record: what was executed. index, label (N,): of the inputs. vote (M, N): classes, or
-    NONE."""
+    """The votes of M models on N inputs.
+
+    job_record: what was executed. index, label (N,): of the inputs. vote (M, N): classes, or NONE.
+    """
 
     job_record: dict[str, Any]
     index: NDArray[np.int64]
@@ -242,7 +259,7 @@ class Votes:
         return result
 
     def counts(self, models: slice) -> NDArray[np.int64]:
-        """How many of these models vote for each class: int64 (N, classes)."""
+        """Return the number of votes of these models for each class: int64 (N, classes)."""
         classes = int(max(self.vote.max(), self.label.max())) + 1
         return np.stack([(self.vote[models] == c).sum(0) for c in range(classes)], axis=1)
 
@@ -260,16 +277,18 @@ def read_votes(path: Path) -> Votes:
 # --- from votes to certificates ---------------------------------------------------------------
 
 
-_TARGET_UP = 1 + 1e-12  # a target is rounded up
+_TARGET_UP = 1 + 1e-12  # rounds a target up
 Sizes = NDArray[np.int64]
 
 
 class PoisoningBound(Protocol):
-    """The effect of changed records on an answer of one random training."""
+    """The effect of changed records on the answer of one random training."""
 
     def max_changes(self, probability: float, target: float = 0.5) -> int:
-        """The most after which an answer of at least this probability keeps more than `target`; -1
-        where it has no more to begin with."""
+        """Return the most changes after which an answer keeps more than `target`.
+
+        probability: lower bound of the answer's probability. -1 if it is at most `target`.
+        """
         ...
 
 
@@ -277,10 +296,10 @@ class PoisoningBound(Protocol):
 class PoisoningCertificates:
     """The numbers of changed records that the answers on N inputs withstand.
 
-    answer (N,): the class, NONE where no model named one. max_changes: for each radius, the largest
-    number of changed records with which the answer stays at every L2 change of the input below that
-    radius, int64 (N,); -1 where nothing is certified. num_models: by how many each was certified.
-    alpha: of each; 0 where exact.
+    prediction (N,): the class, NONE if no model answered one. max_changes: for each radius, the
+    largest number of changed records with which the answer stays at every L2 change of the input
+    below that radius, int64 (N,); -1 if nothing is certified. num_models: number of models that
+    certified each. alpha: error of each; 0 if exact.
     """
 
     prediction: Sizes
@@ -289,17 +308,17 @@ class PoisoningCertificates:
     alpha: float
 
     def certified_accuracy(self, label: Sizes, changes: int, radius: float = 0.0) -> float:
-        """Share of inputs that are right and certified so far."""
+        """Return the fraction of inputs that are correct and certified for a number of changes."""
         return float(np.mean((self.prediction == label) & (self.max_changes[radius] >= changes)))
 
     @property
     def largest_changes(self) -> int:
-        """The largest number of changes that any input withstands."""
+        """Return the largest number of changes that any input withstands."""
         return int(max(found.max() for found in self.max_changes.values()))
 
 
 def check_options(models: int, select: int, radii: Sequence[float], sigma: float | None) -> None:
-    """Raise UserError without models for both, or for a radius without noise."""
+    """Raise UserError if no models are left to count, or for a radius without noise."""
     if not 0 < select < models:
         raise UserError(
             f"--set select: must leave some of the {models} models to count, got {select}"
@@ -317,9 +336,9 @@ def certify_random_models(
     radii: Sequence[float] = (0.0,),
     sigma: float | None = None,
 ) -> PoisoningCertificates:
-    """Return the certificate of models trained alike, by secret keys.
+    """Return the certificates of models that are trained alike, by secret keys.
 
-    poisoning_bound: the effect of changed records on one model. select: how many of the models
+    poisoning_bound: the effect of changed records on one model. select: number of the models that
     choose the class. Raises as `check_options`.
     """
     total = len(votes.vote)
@@ -337,9 +356,9 @@ def certify_random_models(
 
 
 def certify_partitioned_models(votes: Votes) -> PoisoningCertificates:
-    """Return the certificate of models on disjoint shards.
+    """Return the certificates of models on disjoint shards.
 
-    The answer is the class most vote for, the smaller one of equals.
+    The answer is the class with the most votes, the smaller one of equals.
     """
     counts = votes.counts(slice(None))
     inputs, classes = counts.shape
@@ -353,6 +372,5 @@ def certify_partitioned_models(votes: Votes) -> PoisoningCertificates:
 
 
 def _majority_class(counts: Sizes) -> Sizes:
-    """The class with the most votes, the first of equals, NONE where there are none: (N,), of
-    counts (N, classes)."""
+    """Return the class with the most votes, the first of equals, NONE without votes: (N,)."""
     return np.where(counts.max(1) > 0, counts.argmax(1), NONE)

@@ -15,39 +15,28 @@ import numpy as np
 
 from dpdist.certification.evaluation import EvaluatedModel, Evaluation
 from dpdist.core.errors import UserError
-from dpdist.core.fields import (
-    Count,
-    CountOrZero,
-    HexKey,
-    ModelCount,
-    Positive,
-    Rule,
-    Section,
-)
+from dpdist.core.fields import Count, HexKey, InputSelection, ModelCount, Positive, Rule
 from dpdist.poisoning.certificates import MOST_VOTES, TABLE, Votes, read_votes
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe, resolve_recipe
 
 if TYPE_CHECKING:
-    from dpdist.poisoning.job import VoterSetup, VotingJob
+    from dpdist.poisoning.job import VotingJob
 
 
-class Poisoning(Section, Evaluation):
+class Poisoning(InputSelection, Evaluation):
     """Votes of many models of a recipe on test inputs.
 
-    models: how many. partitions: plain models on disjoint shards of the records, instead of private
-    ones on all of them (deep partition aggregation; Levine and Feizi, ICLR 2021). bag: plain models
-    too, each on so many records drawn at random (`dpdist.poisoning.certificates`). sigma: of one
-    draw of Gaussian noise on the input of every vote; None: as the models answer. start, every,
-    max_inputs: which test inputs. seed: of all keys (64 hex digits); None draws a secret one.
+    models: their number. partitions: plain models on disjoint shards of the records, instead of
+    private ones on all of them (deep partition aggregation; Levine and Feizi, ICLR 2021). bag:
+    plain models, each on this number of records drawn at random (`dpdist.poisoning.certificates`).
+    sigma: standard deviation of Gaussian noise on the input of every vote; None: as the models
+    answer. seed: of all keys (64 hex digits); None draws a secret one.
     """
 
     models: ModelCount = 66
     partitions: bool = False
     sigma: Positive | None = None
-    start: CountOrZero = 0
-    every: Count = 1
-    max_inputs: Count | None = None
     seed: HexKey | None = None
     bag: Count | None = None
 
@@ -71,14 +60,11 @@ class Poisoning(Section, Evaluation):
         share = f"-every-{self.every}" if self.every > 1 else ""
         return f"{self.name}-{kind}-{self.models}{noise}{share}"
 
-    def indices(self, count: int) -> range:
-        """Return the indices of the test inputs, of `count`, that are voted on."""
-        chosen = range(self.start, count, self.every)
-        return chosen if self.max_inputs is None else chosen[: self.max_inputs]
-
     def choose_inputs(self, count: int, name: str) -> range:
-        """Return which of `count` test inputs of recipe `name` are voted on. Raises UserError for
-        none, and for more votes than are read back."""
+        """Return which of `count` test inputs of recipe `name` are voted on.
+
+        Raises UserError for an empty choice, or for more votes than readers accept.
+        """
         indices = self.indices(count)
         if not indices:
             raise UserError(f"{name}: no test input is chosen, of {count:,}")
@@ -90,24 +76,26 @@ class Poisoning(Section, Evaluation):
         return indices
 
     def data_recipe(self, recipe: Recipe) -> Recipe:
-        """Return the recipe that is trained: it leaves test records out. Raises UserError for one
-        that cannot."""
+        """Return the recipe that is trained, which leaves test records out.
+
+        Raises UserError if it cannot.
+        """
         if recipe.data.drop_test_records:
             return recipe
         try:
             return resolve_recipe(recipe, changes={"data.drop_test_records": True})
         except UserError as error:
             raise UserError(
-                f"{recipe.name}: nothing is withstood: one inserted copy of a test input stops its "
-                f"training, which cannot leave such records out ({error})",
+                f"{recipe.name}: nothing can be certified: one inserted copy of a test input stops "
+                f"its training, which cannot omit such records ({error})",
                 see="explanation/poisoning.md#what-stops-a-training",
             ) from None
 
     def training_plan(self, recipe: Recipe, records: int) -> tuple[Recipe, PrivacyPlan]:
-        """Recipe and plan of every model; with partitions, of one of average size. records: how
-        many there are.
+        """Return recipe and plan of every model; with partitions, of one of average size.
 
-        Raises UserError for a recipe whose models cannot be trained one by one.
+        records: their number. Raises UserError for a recipe whose models cannot be trained one by
+        one.
         """
         from dpdist.runs.recipe import make_plan, refuse_answers, training_only, without_privacy
         from dpdist.training.ensembles import plan_of_shard, refuse_ensemble
@@ -125,8 +113,8 @@ class Poisoning(Section, Evaluation):
         return alone, plan
 
     def job_spec(self, subject: EvaluatedModel) -> VotingJob:
-        """Raises UserError for a recipe whose models cannot vote."""
-        from dpdist.poisoning.job import VotingJob
+        """Return the job. Raises UserError for a recipe whose models cannot vote."""
+        from dpdist.poisoning.job import VoterSetup, VotingJob
 
         records, test = subject.load_training_data(), subject.test_data
         asked = self.data_recipe(subject.recipe)
@@ -148,15 +136,10 @@ class Poisoning(Section, Evaluation):
         }
         labels = np.asarray(test.labels)[np.array(indices)]
 
-        def share(seed: str) -> VoterSetup:
-            from dpdist.poisoning.job import VoterSetup
-
-            return VoterSetup(
-                recipe, plan, bytes.fromhex(seed), self.models, self.partitions, self.sigma,
-                indices, self.bag,
-            )  # fmt: skip
-
-        return VotingJob(wanted, self.seed, share, labels)
+        setup = VoterSetup(
+            recipe, plan, b"", self.models, self.partitions, self.sigma, indices, self.bag
+        )
+        return VotingJob(wanted, self.seed, setup, labels)
 
     @classmethod
     def read(cls, path: Path) -> Votes:
@@ -164,5 +147,5 @@ class Poisoning(Section, Evaluation):
 
     @classmethod
     def summary_rows(cls, results: Sequence[Any]) -> list[tuple[str, str]]:
-        """Nothing for a report: it is private."""
+        """Return no rows: the results are private."""
         return []

@@ -5,7 +5,6 @@ A worker trains one model by the recipe's own loop and asks it for its votes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,11 +45,12 @@ _BATCH = 1000
 class VoterSetup:
     """All that the models have in common. Each is a function of this and its number.
 
-    plan: of each, but with partitions, where it follows from the shard. key: secret. partitions:
-    each model is trained on its own shard of the records, on which alone it then depends; bag_size:
-    on so many of them that its key draws; otherwise each on all of them, by keys of its own. sigma:
-    of Gaussian noise on the input of a vote, one draw for each model and input; None: the model's
-    own noise, if any. indices: of the test inputs that are voted on.
+    plan: of each model; with partitions it follows from the shard. key: secret. partitions: whether
+    each model is trained on its own shard of the records, and depends only on it. bag_size: number
+    of records that each model's key draws; None without bags. If neither is set, each model is
+    trained on all records. sigma: of Gaussian noise on the input of a vote, one sample for each
+    model and input; None: the model's own noise, if any. indices: of the test inputs that are voted
+    on.
     """
 
     recipe: Recipe
@@ -73,12 +73,11 @@ class Voter:
         self._records = records_with_canaries(shared.recipe, source)
         self._test = load_test_records(shared.recipe, source)
         self._shards = None
-        # of models on the same records; in memory alone
-        self._shared_state: dict[Any, Any] | None = {}
-        if shared.partitions:  # by a public key: who poisons may know which shard a record is in
+        if shared.partitions:  # by a public key: an attacker may know the shard of a record
             self._shards = shards_by_hash(self._records.hashes, b"", shared.models)
-        if shared.partitions or shared.bag_size is not None:
-            self._shared_state = None
+        # Of models on the same records; only in memory.
+        alike = not shared.partitions and shared.bag_size is None
+        self._shared_state: dict[Any, Any] | None = {} if alike else None
 
     def __call__(self, number: int) -> dict[str, bytes]:
         key = derive_key(self._shared.key, "voter", number)
@@ -90,7 +89,7 @@ class Voter:
                 with train_in_process(*training, shared_cache=self._shared_state) as folder:
                     model = models.load(folder, trusted_factory=recipe.model.name)
                 votes = self._votes(model, derive_key(key, "votes").hex())
-            except TrainingDiverged:  # an answer of its own, which no class profits by
+            except TrainingDiverged:  # counts as an answer that is no class
                 pass
         return {FILE: save({"votes": votes})}
 
@@ -132,29 +131,24 @@ class Voter:
 
 
 class VotingJob(EnsembleJob):
-    """The votes on one recipe. pinned: see `dpdist.poisoning.evaluation`."""
+    """The votes on one recipe. identity, setup: see `dpdist.poisoning.evaluation`."""
 
     kind = job_folder.JobKind("set of votes", "training voters", is_seed_secret=True)
     table_file, metadata_key, schema, columns = TABLE, KEY, SCHEMA, COLUMNS
     sort_columns = ("model", "index")
 
     def __init__(
-        self,
-        pinned: dict[str, Any],
-        seed: str | None,
-        build_setup: Callable[[str], VoterSetup],
-        labels: np.ndarray,
+        self, identity: dict[str, Any], seed: str | None, setup: VoterSetup, labels: np.ndarray
     ) -> None:
-        super().__init__(pinned, seed, build_setup)
+        super().__init__(identity, seed, setup)
         self._labels = labels
 
     def initial_record(self, output: Path) -> dict[str, Any]:
-        indices = np.arange(*self.pinned["settings"]["inputs"])
-        labels = job_folder.label_digest(indices, self._labels)
+        labels = job_folder.label_digest(np.asarray(self.setup.indices), self._labels)
         return super().initial_record(output) | {job_folder.LABEL_DIGEST_KEY: labels}
 
     def work_items(self, job_record: dict[str, Any], output: Path) -> WorkItems:
-        shared = self.build_setup(job_record["seed"])
+        shared = self.setup_of_seed(job_record["seed"])
         return _VoterWorkItems(shared, output / "models", self._labels)
 
 

@@ -131,18 +131,20 @@ class TrainingItems(WorkItems):
 
 
 class EnsembleJob(JobSpec):
-    """Private trainings of one recipe, which follow from a secret seed.
+    """Private trainings of one recipe, whose randomness follows from a secret seed.
 
-    pinned: the identity of the job. build_setup: returns what workers share, from the seed.
+    identity: of the job. setup: what workers share, a dataclass whose `key` follows from the seed.
     """
 
-    def __init__(
-        self, pinned: dict[str, Any], seed: str | None, build_setup: Callable[[str], Any]
-    ) -> None:
-        self.pinned, self.seed, self.build_setup = pinned, seed, build_setup
+    def __init__(self, identity: dict[str, Any], seed: str | None, setup: Any) -> None:
+        self._identity, self.seed, self.setup = identity, seed, setup
 
     def identity(self) -> dict[str, Any]:
-        return self.pinned
+        return self._identity
+
+    def setup_of_seed(self, seed: str) -> Any:
+        """Return what workers share, with the key of a seed (hex)."""
+        return replace(self.setup, key=bytes.fromhex(seed))
 
     def initial_record(self, output: Path) -> dict[str, Any]:
         make_private_folder(output)

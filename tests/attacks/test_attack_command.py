@@ -92,5 +92,5 @@ def test_balls_fit_into_certified_balls(certified: str, attacked_norm: str) -> N
         for p in points
     )
     assert worst == pytest.approx(factor)
-    with pytest.raises(ValueError, match="norms must be"):
+    with pytest.raises(ValueError):
         norm_equivalence_factor("l3", "l2", 4)

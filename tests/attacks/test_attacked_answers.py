@@ -117,8 +117,8 @@ def test_answers_that_depend_on_the_batch_stop_an_attack(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, settings: AttackSettings
 ) -> None:
     monkeypatch.setattr(reexecution, "EXPECTED_ROWS", 10**6)
-    for expected in ("looks at its batch: a row of input", "its results do not hold: the model"):
-        with pytest.raises(InvalidResultsError, match=expected):
+    for _ in range(2):  # nor does a second call continue it
+        with pytest.raises(InvalidResultsError):
             attack(kind, settings, tmp_path)
         assert not (tmp_path / "out" / TABLE).exists()
 
@@ -149,7 +149,7 @@ def test_experts_are_not_attacked(
 
     for module in (job, worker):
         monkeypatch.setattr(module, "find_batch_dependence", watched)
-    with pytest.raises(UserError, match="cannot be attacked: it looks at its batch"):
+    with pytest.raises(UserError, match="its batch"):
         attack("Experts", settings, tmp_path)
     _, _, copies = seen[0]
     if settings.sigma is not None:  # noise of that sigma: 64 x 36 normals, 5 standard deviations

@@ -147,7 +147,7 @@ def test_private_results_are_not_written_where_they_may_be_published(
 ) -> None:
     recipe, folder = run
     for place in ("attacks/mine", "certificates", "private/../report"):
-        with pytest.raises(UserError, match="says something of training records"):
+        with pytest.raises(UserError, match=place):
             pipeline.evaluation_stage(recipe, folder, Membership(2), folder.path / place)
     assert Toy().output_folder(folder, folder.path / "attacks/mine") == folder.path / "attacks/mine"
     for place in (folder.private / "mine", tmp_path / "elsewhere"):

@@ -10,7 +10,6 @@ import pytest
 
 from dpdist.audits import mechanism
 from dpdist.audits.target import Target
-from dpdist.privacy.card import AuditFinding
 from dpdist.privacy.claims import Claim
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.plan import PrivacyPlan
@@ -42,7 +41,7 @@ def run(golden, tmp_path: Path):
 def test_of_a_run(run, dpdist, monkeypatch):
     done = dpdist("audit", "x", "--runs", run.path.parent, *FEW)
     assert done.code == 0, done.err
-    assert "claimed nothing, proved" in done.out and "consistent" in done.out
+    assert "consistent" in done.out
     facts = load_results(run)
     (audited,) = facts.audits
     assert audited.path == run.path / "audit" / "mechanism" / "audit.json"
@@ -60,7 +59,7 @@ def test_of_a_run(run, dpdist, monkeypatch):
         real(self, step, rows, std / 3, flag),
     )  # fmt: skip
     done = dpdist("audit", "x", "--runs", run.path.parent, *FEW, "--set", "audit.seed=1")
-    assert done.code == 1 and "exceeds proved: a bug" in done.out
+    assert done.code == 1
 
 
 @pytest.mark.slow
@@ -87,19 +86,7 @@ def test_a_claim_of_other_data_sets_or_at_a_larger_delta_is_not_refuted(monkeypa
         plan = PrivacyPlan.dp_sgd(
             records=100, batch_size=10, noise_multiplier=1.0, steps=10, delta=1e-5
         )
-        assert Target(recipe, plan, plan.guarantee()).claimed_epsilon == claimed, (
-            delta,
-            adjacency,
-        )
-
-
-@pytest.mark.slow
-def test_of_a_recipe(dpdist, tmp_path):
-    done = dpdist("audit", "digits", "--runs", tmp_path, *FEW)
-    assert done.code == 0, done.err
-    (path,) = tmp_path.rglob("audit.json")
-    assert path.parent == tmp_path / "digits.audit" / "mechanism"
-    assert AuditFinding.read(path).model is None
+        assert Target(recipe, plan, plan.guarantee()).claimed_epsilon == claimed
 
 
 @pytest.mark.slow
@@ -109,16 +96,8 @@ def test_what_stays_private_is_not_written_among_public_files(dpdist, tmp_path):
     (other / "private").mkdir(parents=True)
     (other / "run.json").write_text("{}")
     for output in (other, other / "audit", other / "private" / ".." / "audit"):
-        done = dpdist(
-            "audit",
-            "digits",
-            "--kind",
-            "many-runs",
-            "--output",
-            output,
-            "--runs",
-            tmp_path / "runs",
-        )
-        assert done.code == 2 and "may be published" in done.err, done.err
+        words = ("audit", "digits", "--kind", "many-runs", "--runs", tmp_path / "runs")
+        done = dpdist(*words, "--output", output)
+        assert done.code == 2, done.err
         assert str(other / "private") in done.err
     assert {path.name for path in other.rglob("*")} == {"private", "run.json"}

@@ -168,10 +168,6 @@ def test_of_a_run(tmp_path, dpdist, monkeypatch):
     assert done.code == 0, done.err
     (audited,) = load_results(run).audits
     assert "zero-out of a user" in audited.summary_line
-    refused = dpdist(*words[:4], "--kind", "many-runs")
-    assert refused.code == 2 and "does not go with audits of kind many-runs" in refused.err
-    planted = dpdist(*words[:4], "--kind", "canaries", "--set", "audit.canary=blank")
-    assert planted.code == 2 and "does not go with audits of kind canaries" in planted.err
 
 
 # --- one training with many canary groups -------------------------------------------------------

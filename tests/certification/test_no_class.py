@@ -160,7 +160,7 @@ def test_counts_of_another_number_of_draws_are_refused() -> None:
                   ):  # fmt: skip
         assert total_counts(parts, "histogram", 12).tolist() == [4, 4]
         for wrong in (8, 11, 13):
-            with pytest.raises(ValueError, match=f"12 draws counted instead of {wrong}"):
+            with pytest.raises(ValueError, match=str(wrong)):
                 total_counts(parts, "histogram", wrong)
     assert total_counts([merge_partials(others, others), some], "histogram", 17).tolist() == [5, 4]
 

@@ -57,15 +57,15 @@ class BatchMean(Threshold):
 
 
 def test_a_model_that_looks_at_its_batch_is_not_certified() -> None:
-    with pytest.raises(ValueError, match=r"looks at its batch: .*in other company"):
+    with pytest.raises(ValueError, match="its batch"):
         Predictor(BatchMean(), Cohen(sigma=0.25, n=2000), 2, (1, 2, 2))
     # Also behind the noise that a model has of its own.
     behind = nn.BatchNorm1d(4, track_running_stats=False)
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), behind, nn.Linear(4, 2)).eval()
     models.attach_noise(model, torch.ones(4))
-    with pytest.raises(ValueError, match="looks at its batch"):
+    with pytest.raises(ValueError, match="its batch"):
         Predictor(model, ExpectedScores(n=200, alpha=0.05), 2, (1, 2, 2))
-    with pytest.raises(UserError, match="cannot be attacked: it looks at its batch"):
+    with pytest.raises(UserError, match="its batch"):
         inputs = np.random.default_rng(0).random((8, 1, 2, 2), dtype=np.float32)
         source = StreamKeys("attack", "1", "", "", "", 0.0)
         require_attackable(counting_assignment(BatchMean(), NoNoise(), 2, inputs, source, n=1))
@@ -100,13 +100,13 @@ def test_two_sided_test_is_the_binomial_one(hits: int, draws: int) -> None:
 
 def test_inputs_are_checked() -> None:
     assert to_model_input(np.full((1, 2, 2), 255, np.uint8), (1, 2, 2)).max() == 1.0
-    for pixels, shape, said in (
-        (np.zeros((2, 2), np.float32), (1, 2, 2), "the model takes"),
+    for pixels, shape, named in (
+        (np.zeros((2, 2), np.float32), (1, 2, 2), "shape"),
         (np.full((1, 2, 2), 7.0), (1, 2, 2), "0, 1"),
         (np.array([np.nan]), (1,), "finite"),
-        (np.array([1e300]), (1,), "not finite as float32"),
+        (np.array([1e300]), (1,), "finite"),
     ):
-        with pytest.raises(ValueError, match=said), warnings.catch_warnings():
+        with pytest.raises(ValueError, match=named), warnings.catch_warnings():
             warnings.simplefilter("error")
             to_model_input(pixels, shape)
 

@@ -24,7 +24,6 @@ from dpdist.certification.score_bounds import SCORE_UNIT
 from dpdist.certification.subject import Subject
 from dpdist.certification.worker import HiddenNoiseCounter, InputNoiseCounter
 from dpdist.certifying import test_inputs as inputs_with_labels
-from dpdist.cluster.executor import LocalExecutor, use_executor
 from dpdist.randomness import keys as units
 from dpdist.randomness.keys import AesWords, StreamKeys
 
@@ -103,33 +102,6 @@ def test_pieces_are_those_of_the_whole(name: str, count: int) -> None:
     else:
         exact = words * (0.5 * np.sqrt(3) * 2.0**-31)
     np.testing.assert_allclose(draw(NOISES[name](0.5), count), exact[:count], rtol=0, atol=3e-6)
-
-
-def test_every_part_of_the_name_counts() -> None:
-    base = SOURCE.key(0, units.ESTIMATE, 0)
-    changed = [
-        StreamKeys("p", "seed", "model", "data", "gaussian", 0.5).key(0, units.ESTIMATE, 0),
-        StreamKeys("test", "s", "model", "data", "gaussian", 0.5).key(0, units.ESTIMATE, 0),
-        StreamKeys("test", "seed", "m", "data", "gaussian", 0.5).key(0, units.ESTIMATE, 0),
-        StreamKeys("test", "seed", "model", "d", "gaussian", 0.5).key(0, units.ESTIMATE, 0),
-        StreamKeys("test", "seed", "model", "data", "laplace", 0.5).key(0, units.ESTIMATE, 0),
-        StreamKeys("test", "seed", "model", "data", "gaussian", 0.25).key(0, units.ESTIMATE, 0),
-        SOURCE.key(1, units.ESTIMATE, 0),
-        SOURCE.key(None, units.ESTIMATE, 0),
-        SOURCE.key(0, units.SELECT, 0),
-        SOURCE.key(0, units.ESTIMATE, 1),
-    ]
-    assert len({base, *changed}) == len(changed) + 1
-    streams = {AesWords().fill(key, 8).tobytes() for key in [base, *changed]}
-    assert len(streams) == len(changed) + 1
-
-
-def test_seeds_equal_modulo_32_bits_differ() -> None:
-    keys = [
-        StreamKeys("test", str(seed), "m", "d", "gaussian", 0.5).key(0, units.ESTIMATE, 0)
-        for seed in (5, 5 + 2**32, 5 + 2**64)
-    ]
-    assert len({AesWords().fill(key, 4).tobytes() for key in keys}) == 3
 
 
 class Threshold(nn.Module):
@@ -232,11 +204,8 @@ def test_a_number_that_is_none_is_no_tie() -> None:
     assert differing_rows(logits, torch.tensor([1, 1])) == 1  # it has no class, not the second
     assert differing_rows(logits, torch.tensor([-1, 1])) == 0
     assert differing_rows(logits, torch.tensor([-1, -1])) == 1
-
-
-def test_one_answer_is_none_to_several_rows() -> None:
-    with pytest.raises(ValueError, match="answers to"):
-        differing_rows(torch.tensor([[1.0, 0.0], [2.0, 0.0]]), torch.tensor([0]))
+    with pytest.raises(ValueError):  # one answer is none to several rows
+        differing_rows(logits, torch.tensor([0]))
 
 
 class OwnRows(nn.Module):
@@ -270,27 +239,6 @@ def test_forms_that_would_cost_more_than_the_probe_may_are_not_tried() -> None:
     assert choose_backend(model, batch, "frozen", seconds=0.0)[0].backend == "frozen"
 
 
-class Slow(nn.Module):
-    """Takes a second of a made-up clock for each row, and two in float64."""
-
-    now = 0.0
-    rows: ClassVar[list[int]] = []
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(12, 3)
-
-    @classmethod
-    def clock(cls) -> float:
-        cls.now += 1e-6
-        return cls.now
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        Slow.now += len(x) * (2 if x.dtype == torch.float64 else 1)
-        Slow.rows.append(len(x))
-        return self.linear(x.flatten(1))
-
-
 class Large(nn.Module):
     """Counts its passes, and looks at its batch where it is told to."""
 
@@ -318,7 +266,7 @@ def test_beyond_a_limit_of_work_each_draw_is_executed_alone(monkeypatch, n, limi
     work = job.CertificationJob(subject, inputs_with_labels(data), settings)
     Large.rows.clear()
     if mixes and batch > 1:
-        with pytest.raises(ValueError, match="it looks at its batch"):
+        with pytest.raises(ValueError, match="its batch"):
             worker.probe(work._assignment)
         return
     spec = worker.probe(work._assignment)
@@ -328,20 +276,6 @@ def test_beyond_a_limit_of_work_each_draw_is_executed_alone(monkeypatch, n, limi
         Large.rows.clear()
         assert models.find_batch_dependence(model, torch.rand(1, 3, 2, 2), alone=True) is None
         assert len(Large.rows) < 10
-
-
-@pytest.mark.parametrize(("limit", "lines"), [(100, 1), (2**41, 0)])
-def test_what_was_not_checked_is_said(monkeypatch, tmp_path, limit, lines):
-    monkeypatch.setattr(worker, "_FLOPS", 0)
-    monkeypatch.setattr(worker, "_CHECK_FLOPS", limit)
-    data = np.random.default_rng(0).random((1, 3, 2, 2), dtype=np.float32), np.array([2])
-    said: list[str] = []
-    subject, settings = Subject(Large(), "0" * 32, "large"), settings_of({"sigma": 0.25})
-    settings = settings.model_copy(update={"n": 100})
-    work = job.CertificationJob(subject, inputs_with_labels(data), settings, log=said.append)
-    with use_executor(LocalExecutor()):
-        work.initial_record(tmp_path)
-    assert sum("takes too long to check, so it is taken to do so" in line for line in said) == lines
 
 
 class Soft(nn.Module):

@@ -57,20 +57,20 @@ def test_wrong_tests_are_refused(wrong: tuple[float, float, tuple[int, ...]]) ->
 
 def test_a_failed_radius_ends_the_sequence() -> None:
     looks = (100, 200)
-    test = TargetTest((0.6, 0.7), ALPHA, looks, 0.01)
+    test = TargetTest((0.6, 0.7), ALPHA, looks)
     # A later, larger radius alone must not count.
     test._rejected[1] = True
     assert test.passed() == 0
 
 
-def test_futility_stops_early_and_adds_nothing() -> None:
+def test_futility_stops_early_and_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = planned_looks(100_000, 500)
-    hopeless = TargetTest((0.97725,), 0.001, looks, 0.01)
+    hopeless, undecided = (TargetTest((0.97725,), 0.001, looks) for _ in range(2))
     assert hopeless.update(0, 400) and hopeless.passed() == 0
-    unreachable = TargetTest((0.97725,), 0.001, (500, 600), 1e-300)
+    assert not undecided.update(0, 492)
+    monkeypatch.setattr(sequential, "FUTILITY_ALPHA", 1e-300)
+    unreachable = TargetTest((0.97725,), 0.001, (500, 600))
     assert unreachable.update(0, 450) and unreachable.passed() == 0
-    open_test = TargetTest((0.97725,), 0.001, looks, 0.01)
-    assert not open_test.update(0, 492)
 
 
 def mixture_error(p: float, p0: float, alpha: float, cap: int) -> float:

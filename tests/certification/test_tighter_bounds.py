@@ -108,5 +108,5 @@ def test_a_table_of_bets(here: None, tmp_path: Path) -> None:
         assert (again_by.one_sided, again_by.norm) == (one_sided, "linf")
         bad = table.to_pylist()
         bad[0]["bins"][3] += 1
-        with pytest.raises(UserError, match="not of its draws"):
+        with pytest.raises(UserError, match="damaged"):
             BettingScores.check_table(pa.Table.from_pylist(bad, schema=table.schema), "x")

@@ -164,7 +164,7 @@ def test_input_noise_with_noise_behind_it_is_certified_by_both(form: str) -> Non
     # A certified radius is a true one: the boundary is 0.3 away. Neither noise alone reaches that.
     # Fresh noise: false failure 1e-6.
     assert PI * stats.norm.ppf(P) < 0.8 * 0.3 < verdict.radius < 0.3
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match=r"certify\.noise"):
         settings.model_copy(update={"noise": "laplace"}).build_sampler(model, (1,))
     with pytest.raises(UserError):
         Predictor(model, settings_of({"sigma": None, "n": 100}), 2, (1,))

@@ -155,8 +155,7 @@ def test_audits_and_votes_of_single_records_are_refused(root, tmp_path):
     plan = make_plan(recipe, USERS, "test")
     target = Target(recipe, plan, plan.guarantee())
     for options in (ManyRunsAudit(), CanaryAudit(canary="mislabeled")):
-        said = f"unit: user does not go with audits of kind {options.kind}, which tell single"
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=f"unit: user .* {options.kind}"):
             run_audit(options, target, tmp_path / "audit", lambda done, total: None)
         assert not (tmp_path / "audit").exists()
     with pytest.raises(UserError, match=r"privacy\.unit"):

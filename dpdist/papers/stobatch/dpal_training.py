@@ -22,8 +22,8 @@ from dpdist.attacks.gradient_attacks import (
     Ball,
     Gradient,
     RandomizedClassifier,
+    ascend,
     loss_gradient,
-    pgd,
 )
 from dpdist.core.errors import UserError
 from dpdist.core.files import write_json
@@ -178,7 +178,7 @@ def _attack(name: str, gradient: Gradient, ball: Ball, steps: int, key: bytes) -
     uniform = torch.from_numpy(stream_words(derive_key(key, "dpal/start"), 0, count) / 2.0**64)
     there = uniform.view(len(ball.center), -1).to(ball.center.device)
     start = ball.random_point(there, ball.center)
-    return pgd(gradient, ball, start, steps, ball.size / steps)
+    return ascend(gradient, ball, start, steps, ball.size / steps)
 
 
 # --- a training
@@ -367,7 +367,7 @@ def _attack_inputs(
     classifier = RandomizedClassifier(network)
     sizes = torch.full((len(inputs),), size).double().to(inputs.device)
     ball = Ball(inputs, sizes, "linf", (-1.0, 1.0))
-    return pgd(
+    return ascend(
         lambda point, step: loss_gradient(classifier, point, labels, None),
         ball,
         inputs,
