@@ -236,8 +236,8 @@ class JobClient:
             return action()
         except AuthenticationError as error:
             raise ClusterError(
-                f"{self.address}: the cluster does not accept this machine's token; use the token "
-                "that the cluster was started with (~/.ray/auth_token, or RAY_AUTH_TOKEN_PATH)",
+                f"{self.address}: the cluster refuses this machine's token; use the token that the "
+                "cluster was started with (~/.ray/auth_token, or RAY_AUTH_TOKEN_PATH)",
                 see="how-to/cluster.md#what-every-cluster-needs",
             ) from error
         except (ConnectionError, RequestException) as error:

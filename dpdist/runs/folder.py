@@ -382,8 +382,8 @@ class RunFolder:
         changed = kept and parse_recipe(kept, str(self.start_record)).differing_keys(current)
         if changed:
             raise UserError(
-                f"{path}: {', '.join(changed)}: must be unchanged since the run's start; restore "
-                f"the values in {self.start_record}, or start a new run under a different --name",
+                f"{path}: {', '.join(changed)}: must be what this run was begun with; restore the "
+                f"values in {self.start_record}, or start a new run under a different --name",
                 see="explanation/privacy.md#what-a-run-really-released",
             )
 

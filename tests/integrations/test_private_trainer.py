@@ -639,7 +639,7 @@ def test_a_run_is_released_with_its_tokenizer_and_answers(tmp_path, monkeypatch)
 def test_without_its_tokenizer_no_text_is_released(tmp_path, trained, monkeypatch):
     (tmp_path / "untold.py").write_text(FACTORY.format(size=SIZE))
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(UserError, match=r"must have come with their tokenizer.*processing_class"):
+    with pytest.raises(UserError, match="processing_class"):
         write_release(trained.training.run, factory="untold:adapted", not_private=True)
     assert not trained.training.run.release_folder.exists()
 

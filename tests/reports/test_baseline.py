@@ -80,7 +80,8 @@ def test_what_is_no_baseline_is_refused(runs, private, monkeypatch, capsys, tmp_
 def test_the_command_that_makes_one_makes_one(runs, private, monkeypatch, capsys):
     done = command(monkeypatch, capsys, runs, "report", "private", "--runs", runs,
                    "--baseline", "nothing")  # fmt: skip
-    made = re.sub(r"\s+", " ", done.err).split("this makes one: ")[1].strip()
+    made = re.sub(r"\s+", " ", done.err).partition("dpdist run ")[2]
+    made = f"dpdist run {made.strip()}"
     assert made == compare.baseline_command(private)
     assert "tune" not in made and "budget" not in made
     from dpdist.runs.recipe import load_recipe, parse_changes

@@ -201,7 +201,7 @@ def test_the_folder_is_an_ordinary_run(tmp_path, monkeypatch, capsys):
     assert facts.guarantee.epsilon <= 3.0 and facts.guarantee.kind == "proved"
     assert facts.evaluation is not None and facts.evaluation["inputs"] == 30
     card = facts.privacy_card()
-    assert any("code of the user" in note for note in card["notes"])
+    assert any("custom loop" in note for note in card["notes"])
     assert any("independence of the model: known layers" in note for note in card["notes"])
     assert any("initial weights" in line for line in card["assumptions"])
 
