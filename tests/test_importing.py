@@ -223,7 +223,7 @@ def test_predict_brings_a_picture_to_the_input_as_certify_does(
     # One that does not say how refuses other sizes.
     monkeypatch.setattr(ReleasedPictures, "fit", lambda self, pixels, shape: pixels)
     said = refused("predict", released, files[0], "--label-only", *trust)
-    assert "shape (1, 40, 56), the model takes (1, 32, 32)" in said
+    assert "(1, 40, 56)" in said and "(1, 32, 32)" in said
 
 
 def test_a_factory_that_loads_its_weights_needs_no_file(tmp_path: Path) -> None:

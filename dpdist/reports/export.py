@@ -32,7 +32,8 @@ _NEXT_TOKEN_KEYS = ("next_tokens", "perplexity", "base_perplexity")
 
 def run_as_json(facts: RunResults) -> dict[str, Any]:
     """Return a run's privacy card, accuracy on test data, certificates and other results."""
-    found, names = facts.evaluation, _EVALUATION_KEYS
+    found = facts.evaluation
+    names: tuple[str, ...] = _EVALUATION_KEYS
     if facts.next_token_count is not None:
         names += _NEXT_TOKEN_KEYS
     return {

