@@ -1,4 +1,4 @@
-"""Where work runs: knows Ray, knows nothing of privacy or robustness."""
+"""Run work in this process or on Ray; nothing here depends on privacy or robustness."""
 
 if __name__ != "dpdist.cluster":
     raise ImportError("this folder is the package dpdist.cluster: import it by that name")

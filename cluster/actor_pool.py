@@ -1,8 +1,8 @@
-"""A crash-tolerant pool of Ray actors that pull chunks of work.
+"""Run chunks of work on a crash-tolerant pool of Ray actors.
 
-Every chunk is delivered to ``on_result`` exactly once, whatever dies or hangs in between: a chunk
-of an actor that died, or that says nothing for much longer than others, is queued again. Chunks
-must therefore be pure functions of their payload.
+Every chunk is delivered to ``on_result`` exactly once, even if actors die or hang: a chunk of an
+actor that died, or that took much longer than others, is queued again. Chunks must therefore be
+pure functions of their payload.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dpdist.core.errors import ClusterError, InvalidResultsError
 
 
 class PoolActor:
-    """The actor: builds the worker once, then applies it to whatever arrives."""
+    """An actor that builds its worker once, and calls it with each payload."""
 
     def __init__(self, factory: Callable[..., Callable[[Any], Any]], shared: Any) -> None:
         self._factory, self._shared = factory, shared
@@ -44,7 +44,7 @@ class CallFailure:
 
 
 def fetch_results(refs: list[Any]) -> dict[Any, Any]:
-    """Return the values of the references that arrived.
+    """Return the values of finished calls by reference; a `CallFailure` for a failed one.
 
     They are fetched together, which is several times faster, unless one of them failed.
     """
@@ -64,28 +64,31 @@ def fetch_results(refs: list[Any]) -> dict[Any, Any]:
 # --- the pool ---------------------------------------------------------------------------------
 
 
-_MAX_ATTEMPTS = 5  # of one chunk: a chunk that fails or kills its actor this often is the culprit
+_MAX_ATTEMPTS = 5  # failures or dead actors after which a chunk itself must be the cause
 _MAX_DEATHS_WITHOUT_RESULT = 6
-_GROW_EVERY = 2.0  # seconds between looks at the size of the cluster
-_STALL_EVERY = 1.0  # seconds between looks for stalled actors
-_PAUSE = 20.0  # seconds between looks after which this process was stopped, or asleep
-_READ_AHEAD_CHUNKS = 64  # chunks taken from the caller before they are needed, at least
+_GROW_EVERY = 2.0  # seconds between checks of the cluster's size
+_STALL_EVERY = 1.0  # seconds between checks for stalled actors
+_PAUSE = 20.0  # seconds between checks after which this process must have been stopped or asleep
+_READ_AHEAD_CHUNKS = 64  # minimum number of chunks to read from the caller in advance
 _CALLS_PER_ACTOR = 2  # at once
 _START_SECONDS = 600.0  # to wait for the first actor
-_POLL_SECONDS = 0.5  # between looks at the actors
-_DRAIN_SECONDS = 2.0  # for calls under way when the caller is interrupted
+_POLL_SECONDS = 0.5  # between checks of the actors
+_DRAIN_SECONDS = 2.0  # for running calls when the caller is interrupted
 
 
 def run_chunks(job: ChunkJob, is_session_lost: Callable[[], bool] = lambda: False) -> None:
-    """Run every chunk on actors.
+    """Run every chunk on actors. Ray must be initialized.
 
-    is_session_lost: whether Ray's calls would not return, so that none is made on leaving.
+    After Ctrl-C or a ClusterError, the results of calls that end within two seconds are still
+    delivered; a result that was being delivered at Ctrl-C may then be delivered twice.
 
-    Ray must be initialized. Raises ClusterError when no actor can start, actors keep dying, or a
-    chunk keeps failing; what a worker raised is given back after the retries, an
-    InvalidResultsError at once. After Ctrl-C and a ClusterError the results of calls that end
-    within two seconds are still delivered; the one that Ctrl-C struck in may then be delivered
-    twice.
+    Args:
+        job: the chunks and their worker.
+        is_session_lost: returns whether Ray's calls would not return, so that the end skips them.
+
+    Raises:
+        ClusterError: no actor can start, actors keep dying, or a chunk keeps failing.
+        InvalidResultsError: a worker raised it; the chunk is not retried.
     """
     pool = _Pool(job)
     try:
@@ -112,7 +115,7 @@ class _Slot:
     ready_ref: Any
     is_ready: bool = False
     last_result_time: float = 0.0
-    calls: dict[Any, _PendingChunk] = field(default_factory=dict)  # the first is worked on
+    calls: dict[Any, _PendingChunk] = field(default_factory=dict)  # the first one is running
 
 
 class _Pool:
@@ -120,13 +123,13 @@ class _Pool:
         self.job, self.settings = job, job.settings
         self.source = in_order(job.chunks)
         self.chunks_read = 0
-        self.pending: set[str] = set()  # taken from the source, no result yet
+        self.pending: set[str] = set()  # read from the source, without a result
         self.queue: list[tuple[float, int, _PendingChunk]] = []
         self.slots: list[_Slot] = []
         self.durations: list[float] = []
         self.deaths_without_result = 0
         self.last_growth = self.last_stall_check = 0.0
-        self.max_actors = 1  # actors there could be
+        self.max_actors = 1  # that the cluster has resources for
         self.start_time = time.monotonic()
         self._read_ahead()
         if not self.pending:
@@ -145,7 +148,7 @@ class _Pool:
                 continue
             done, _ = ray.wait(waiting, num_returns=1, timeout=_POLL_SECONDS)
             if done:
-                done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)  # what else came
+                done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)  # all finished
             answers = fetch_results([ref for ref in done if ref in calls])
             for ref in done:
                 if ref in calls:
@@ -156,11 +159,11 @@ class _Pool:
             self._read_ahead()
 
     def _read_ahead(self) -> None:
-        """Keep the queue long enough for every actor, and no longer."""
+        """Read chunks until the queue is long enough for every actor."""
         ahead = max(_READ_AHEAD_CHUNKS, 2 * _CALLS_PER_ACTOR * self.max_actors)
         while len(self.queue) < ahead and (chunk := next(self.source, None)) is not None:
             if chunk.key in self.pending:
-                raise ClusterError(f"two chunks are called {chunk.key!r}")
+                raise ClusterError(f"chunks: keys must be unique, got {chunk.key!r} twice")
             self.pending.add(chunk.key)
             self._enqueue(_PendingChunk(chunk, self.chunks_read))
             self.chunks_read += 1
@@ -169,11 +172,11 @@ class _Pool:
         heapq.heappush(self.queue, (pending.chunk.priority, pending.order, pending))
 
     def deliver_finished(self) -> None:
-        """Deliver what calls under way return within `_DRAIN_SECONDS`, before leaving."""
+        """Deliver the results of running calls that end within `_DRAIN_SECONDS`."""
         calls = {ref: pending for slot in self.slots for ref, pending in slot.calls.items()}
         if not calls:
             return
-        with suppress(RayError):  # a lost session: what ended it is what is to be said
+        with suppress(RayError):  # so that the original error is raised
             done, _ = ray.wait([*calls], num_returns=len(calls), timeout=_DRAIN_SECONDS)
             for ref, answer in fetch_results(done).items():
                 if not isinstance(answer, CallFailure):
@@ -211,13 +214,13 @@ class _Pool:
         never = not self.durations and not any(slot.is_ready for slot in self.slots)
         if never and now - self.start_time > _START_SECONDS:
             raise ClusterError(
-                f"no worker could start in {_START_SECONDS:.0f} s: each needs 1 CPU and "
-                f"{self.settings.num_gpus:g} GPU, free now: {ray.available_resources()}"
+                f"no worker started within {_START_SECONDS:.0f} s: each needs 1 CPU and "
+                f"{self.settings.num_gpus:g} GPU; available now: {ray.available_resources()}"
             )
 
     def _assign_calls(self) -> None:
         starting = sum(not slot.is_ready for slot in self.slots)
-        # One each, then the next: no actor hoards chunks while another is idle or yet to start.
+        # One call each, then a second: no actor takes two while others are idle or starting.
         for depth in range(1, _CALLS_PER_ACTOR + 1):
             for slot in self.slots:
                 kept = 0 if depth == 1 else starting
@@ -230,7 +233,7 @@ class _Pool:
         slot.calls[slot.actor.run.remote(pending.chunk.payload)] = pending
 
     def _handle_answer(self, slot: _Slot, ref: Any, answer: Any) -> None:
-        if ref not in slot.calls:  # of an actor that died meanwhile
+        if ref not in slot.calls:  # its actor died meanwhile
             return
         if not isinstance(answer, CallFailure):
             now = time.monotonic()
@@ -239,7 +242,7 @@ class _Pool:
             slot.last_result_time = now
             self.deaths_without_result = 0
             self._deliver(slot.calls[ref], answer)
-            del slot.calls[ref]  # only now: Ctrl-C before must not lose it
+            del slot.calls[ref]  # after the delivery, so that Ctrl-C cannot lose the result
         elif not isinstance(answer.error, RayTaskError):
             self._remove_dead_actor(slot, answer.error)
         elif isinstance(answer.error.cause, InvalidResultsError):
@@ -254,7 +257,7 @@ class _Pool:
         try:
             slot.is_ready = ray.get(ref)
         except RayTaskError as error:
-            raise ClusterError(f"a worker could not be set up: {error.cause}") from error.cause
+            raise ClusterError(f"a worker could not start: {error.cause}") from error.cause
         except RayError as error:
             self._remove_dead_actor(slot, error)
 
@@ -276,14 +279,14 @@ class _Pool:
         if self.deaths_without_result > _MAX_DEATHS_WITHOUT_RESULT:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             raise ClusterError(
-                f"{self.deaths_without_result} workers died one after another without finishing "
-                f"anything: {lines[-1] if lines else type(error).__name__}"
+                f"{self.deaths_without_result} workers died in a row without a result: "
+                f"{lines[-1] if lines else type(error).__name__}"
             ) from error
         calls = [*slot.calls.values()]
         slot.calls.clear()
         for pending in calls[1:]:
             self._enqueue(pending)
-        for pending in calls[:1]:  # only the call it was working on can be to blame
+        for pending in calls[:1]:  # only the running call can be the cause
             self._retry(pending, error)
 
     def _replace_stalled(self) -> None:
@@ -291,7 +294,7 @@ class _Pool:
         if not self.durations or now - self.last_stall_check < _STALL_EVERY:
             return
         paused, self.last_stall_check = now - self.last_stall_check > _PAUSE, now
-        if paused:  # this process stood still, and so did its machine: no actor is to blame
+        if paused:  # this process or its machine was stopped, so the actors are not stalled
             for slot in self.slots:
                 slot.last_result_time = now
         limit = max(self.settings.stall_seconds, 20 * statistics.median(self.durations))

@@ -1,23 +1,20 @@
 """Decide where work runs: in this process, or on Ray.
 
 Everything that dpdist executes in bulk goes through an `Executor`: the chunks of a job, single
-calls, a group of training workers, the trials of a search. `RayExecutor` gives them to a session of
-Ray, `LocalExecutor` does them in this process, and `AutoExecutor` does small work in this process
-and opens a session for the first work that is not small. The same functions run with the same keys
-and shards under all of them, so that the choice is no part of a run's identity and changes no bit
-of a result.
+calls, a group of training workers, the trials of a search. `RayExecutor` runs it in a session of
+Ray, `LocalExecutor` in this process, and `AutoExecutor` runs small work in this process and opens a
+session for the first work that is not small. All of them run the same functions with the same keys
+and shards, so the choice is not part of a run's identity and does not change any bit of a result.
 
-Small work is, on this machine without GPUs:
+On a machine without GPUs, small work is:
 
-* a training on one worker of at most `SMALL_TRAINING` examples in all its steps; attacks, or
-  several trainings together, of at most as many passes;
-* a certification whose draws take one process at most `SMALL_JOB_SECONDS`, by the rate that was
-  measured before its first draw.
+* a training on one worker with at most `SMALL_TRAINING` examples in all its steps; attacks, or
+  several trainings together, with at most that many passes;
+* a certification whose samples take one process at most `SMALL_JOB_SECONDS`, at the rate measured
+  before its first sample.
 
-A job for which a number of actors is asked is not small. What is left of a small one after
-`SMALL_JOB_SECONDS` goes to Ray.
-
-Asked for nothing else, a search goes to Ray, as does all work where RAY_ADDRESS names a cluster.
+A job with a given number of actors is not small. The rest of a small job after `SMALL_JOB_SECONDS`
+goes to Ray. By default a search goes to Ray, and so does all work if RAY_ADDRESS names a cluster.
 """
 
 from __future__ import annotations
@@ -68,28 +65,28 @@ from dpdist.core.torch_settings import DETERMINISTIC, SharedBlocks
 
 ExecutorName = Literal["auto", "local", "ray"]
 SMALL_TRAINING = 200_000  # passes of an example in all steps
-SMALL_JOB_SECONDS = 20.0  # about what a session and its actors take to start, and a second process
+SMALL_JOB_SECONDS = 20.0  # about the start of a session and its actors, and of a second process
 
 
 class Executor:
     """A place where work runs.
 
-    A subclass runs work itself or chooses, by `place`, who does; the other methods have the answers
-    of a place that is one process.
+    A subclass runs work itself, or `place` returns the executor that does. The other defaults are
+    those of a single process.
     """
 
     @property
     def gpus(self) -> float:
-        """Return the number of GPUs that jobs may hold."""
+        """Return the number of GPUs for jobs."""
         return 0.0
 
     @property
     def is_local(self) -> bool:
-        """Return whether nothing runs outside this machine."""
+        """Return whether all work runs on this machine."""
         return True
 
     def place(self, small: bool) -> Executor:
-        """Return the executor for a piece of work, which is small or not."""
+        """Return the executor for a piece of work. small: whether the work is small."""
         return self
 
     def hosts(self) -> list[Host]:
@@ -97,7 +94,7 @@ class Executor:
         return [Host(float(count_local_cpus()), self.gpus)]
 
     def check_nodes(self, packages: Sequence[str], shared_folder: Path) -> None:
-        """Raise ClusterError where a host has other packages, or does not see the folder."""
+        """Raise ClusterError if a host has different packages, or does not see the folder."""
 
     def run_once(
         self,
@@ -106,27 +103,27 @@ class Executor:
         error_prefix: str,
         num_gpus: float = 0.0,
     ) -> Any:
-        """Return function(argument), computed where workers are.
+        """Return function(argument), computed on a machine of the workers.
 
-        Raises UserError "{error_prefix}: why" for whatever the function raises.
+        Raises UserError with `error_prefix` and the message of any error of the function.
         """
         raise NotImplementedError
 
     def run_chunks(self, job: ChunkJob) -> None:
-        """Run every chunk by workers.
+        """Run every chunk on workers.
 
         Raises:
-            InvalidResultsError: a worker found that none of the results hold.
-            ClusterError: the workers failed for good.
+            InvalidResultsError: a worker found that all results are invalid.
+            ClusterError: the workers failed permanently.
         """
         self.place(False).run_chunks(job)
 
     def run_workers(self, group: WorkerGroup) -> None:
-        """Run a group of training workers to their end. Raises WorkersFailedError."""
+        """Run a group of training workers until they end. Raises WorkersFailedError."""
         self.place(False).run_workers(group)
 
     def supervise(self, work: Callable[[], None], poll: Callable[[], None]) -> None:
-        """Run `work`, and call `poll` twice a second meanwhile and once after it."""
+        """Run `work`; call `poll` twice a second during it, and once after it."""
         self.place(False).supervise(work, poll)
 
     def run_trials(self, trials: TrialPass) -> None:
@@ -141,13 +138,13 @@ class Executor:
 
 
 class LocalExecutor(Executor):
-    """Do all work in this process, one piece after the other; open no port and no session.
+    """Run all work in this process, one piece after the other, without a port or session.
 
-    Jobs count on the CPU. A training takes the GPU that its recipe asks for.
+    Jobs run on the CPU. A training uses the GPU that its recipe requests.
 
     Args:
-        shuffle: for tests: answer in another order than asked, as actors may, with as many workers
-            as there would be actors.
+        shuffle: for tests: return results in a different order, as actors may, with one worker per
+            actor.
 
     Example:
         >>> from dpdist.cluster.executor import LocalExecutor
@@ -159,7 +156,7 @@ class LocalExecutor(Executor):
         self._shuffle = shuffle
 
     def transfer(self, value: Any) -> Any:
-        """Return what a worker receives of a value that is sent to it: here the value itself."""
+        """Return what a worker receives if a value is sent to it: here the value itself."""
         return value
 
     def run_once(
@@ -177,7 +174,7 @@ class LocalExecutor(Executor):
             raise UserError(f"{error_prefix}: {error}") from error
 
     def run_chunks(self, job: ChunkJob) -> None:
-        """Run the chunks in turn; with `shuffle` the last one asked answers first."""
+        """Run the chunks in turn; with `shuffle`, deliver the results of a batch in reverse."""
         asked_at_once = job.settings.actors or 1 if self._shuffle else 1
         waiting, workers = in_order(job.chunks), list[Callable[[Any], Any]]()
         with _torch_as_in_a_new_process():
@@ -193,9 +190,9 @@ class LocalExecutor(Executor):
                     job.on_result(key, answer)
 
     def run_workers(self, group: WorkerGroup) -> None:
-        """Run the group's only worker, whose errors are raised as they are.
+        """Run the group's only worker, and raise its errors.
 
-        With a log it has a new process: raises WorkersFailedError where that ends with an error.
+        With a log it runs in a new process; raises WorkersFailedError if that process fails.
         """
         require_one_process(group.max_workers)
         import torch
@@ -209,9 +206,9 @@ class LocalExecutor(Executor):
             group.work(group.argument, place)
 
     def supervise(self, work: Callable[[], None], poll: Callable[[], None]) -> None:
-        """Run `work` in this thread, which Ctrl-C ends, and poll in another one.
+        """Run `work` in this thread, which Ctrl-C interrupts, and poll in a second thread.
 
-        A poll that fails ends the work as Ctrl-C does, and its error is the one that is raised.
+        A poll that fails interrupts the work as Ctrl-C does, and its error is raised.
         """
         ended, errors = threading.Event(), list[BaseException]()
         working = threading.current_thread()
@@ -223,7 +220,7 @@ class LocalExecutor(Executor):
             except BaseException as error:
                 errors.append(error)
                 if working is threading.main_thread() and not ended.is_set():
-                    # Ctrl-C: the work may wait for what a poll would have done.
+                    # The work may be waiting for a poll.
                     signal.pthread_kill(working.ident or 0, signal.SIGINT)
 
         thread = threading.Thread(target=poll_until_end, daemon=True)
@@ -236,7 +233,7 @@ class LocalExecutor(Executor):
                 ended.set()
                 thread.join()
         except BaseException:
-            if errors:  # a poll failed first, and so ended the work
+            if errors:  # a failed poll interrupted the work
                 raise errors[0] from None
             raise
         if errors:
@@ -247,8 +244,8 @@ class LocalExecutor(Executor):
         """Run the trials one after another, each to its end."""
         require_one_process(stops_early=trials.make_scheduler is not None)
         searcher = trials.make_searcher()
-        for place in range(trials.count):
-            name, last = f"trial-{place}", dict[str, Any]()
+        for number in range(trials.count):
+            name, last = f"trial-{number}", dict[str, Any]()
             config = searcher.suggest(name)
             try:
                 trials.run(config["trial"], last.update)
@@ -260,10 +257,10 @@ class LocalExecutor(Executor):
 
 
 def _run_in_new_process(group: WorkerGroup, place: WorkerPlace, log: Path) -> None:
-    """Run a group's only worker in a new process, which ends when this one does.
+    """Run a group's only worker in a new process, which ends when this process ends.
 
-    It begins with nothing but the import path: `multiprocessing` would execute the program's main
-    file again, which not every script expects.
+    `multiprocessing` would execute the program's main file again, which not every script supports;
+    this process only gets the import path.
     """
     sent = pickle.dumps((group.work, group.argument, place))
     code = f"from {__name__} import work_in_new_process; work_in_new_process()"
@@ -287,11 +284,11 @@ def _run_in_new_process(group: WorkerGroup, place: WorkerPlace, log: Path) -> No
             process.kill()
             process.communicate()
     if ended:
-        raise WorkersFailedError(f"the process of a worker ended with {ended}")
+        raise WorkersFailedError(f"the worker process ended with exit code {ended}")
 
 
 def work_in_new_process() -> None:
-    """Do the work that the starting process sends; end as soon as that has ended."""
+    """Run the work that the parent process sends; exit if the parent exits."""
     pipe = os.fdopen(os.dup(0), "rb")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -306,34 +303,35 @@ def work_in_new_process() -> None:
 
 
 def require_one_process(workers: int = 1, *, stops_early: bool = False) -> None:
-    """Raise UserError for what one process cannot execute.
+    """Raise UserError for work that needs several processes.
 
     Args:
-        workers: of a training.
-        stops_early: whether a search stops trials by the scores of those that run beside them.
+        workers: number of training workers.
+        stops_early: whether a search stops trials by the scores of trials that run at the same
+            time.
     """
     if workers > 1:
         raise UserError(
-            f"resources.workers: must be 1 in one process, got {workers}; leave DPDIST_EXECUTOR "
-            "out to train on Ray"
+            f"resources.workers: must be 1 in one process, got {workers}; unset DPDIST_EXECUTOR to "
+            "train on Ray"
         )
     if stops_early:
         raise UserError(
-            "tune.asha: must be left out in one process, where no trial runs beside "
-            "another that it could be compared with; leave DPDIST_EXECUTOR out"
+            "tune.asha: must be left out in one process, which runs one trial at a time; unset "
+            "DPDIST_EXECUTOR to search on Ray"
         )
 
 
 @contextlib.contextmanager
 def _own_interrupts_heard(errors: list[BaseException]) -> Iterator[None]:
-    """Hear the interrupt of a failed poll where SIGINT is ignored, as in a shell's background."""
+    """Let a failed poll interrupt the work even if SIGINT is ignored, as in a background job."""
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         yield
         return
 
     def interrupt(*_: Any) -> None:
-        if errors:  # else it is somebody's Ctrl-C, which stays ignored
+        if errors:  # else it is the user's Ctrl-C, which stays ignored
             raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, interrupt)
@@ -345,9 +343,9 @@ def _own_interrupts_heard(errors: list[BaseException]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _torch_as_in_a_new_process() -> Iterator[None]:
-    """Compute as a new process would, whatever the program around the work set in torch.
+    """Use the torch settings of a new process inside the block, and restore the program's own.
 
-    At the end all is as before, the number of threads included, which workers set for themselves.
+    The number of threads, which workers set, is restored too.
     """
     import torch
 
@@ -362,7 +360,7 @@ def _torch_as_in_a_new_process() -> Iterator[None]:
 
 
 class _SharedSettings(SharedBlocks):
-    """Blocks that compute under the settings of a new process, in several threads if need be."""
+    """Blocks with the torch settings of a new process, shared by several threads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -384,28 +382,24 @@ class _SharedSettings(SharedBlocks):
             (name, *each) for name, settings in NEW_BACKENDS.items() for each in settings.items()
         ]
         given = [(name, key, backend_setting(name, key)) for name, key, _ in new]
-        _set_backends(None, new)  # libraries set apart have no precision in common to be asked for
+        # First without a precision: torch reports none if its libraries have different ones.
+        _set_backends(None, new)
         after.callback(_set_backends, torch.get_float32_matmul_precision(), given)
         _set_backends("highest", new)
 
 
 def _set_backends(precision: str | None, settings: Iterable[tuple[str, str, Any]]) -> None:
-    """Set the products' precision, then each setting, of which a whole sets its parts."""
-    if precision is not None:
-        _set_precision(precision)
+    """Set the precision of matrix products, then each setting; a whole sets its parts."""
+    import torch
+
+    current = None
+    with contextlib.suppress(RuntimeError):  # the libraries have different precisions
+        current = torch.get_float32_matmul_precision()
+    if precision is not None and precision != current:  # setting it again would set each library's
+        torch.set_float32_matmul_precision(precision)
     for name, key, value in settings:
         if value is not None:
             set_backend(name, key, value)
-
-
-def _set_precision(precision: str) -> None:
-    """Set it unless it is so: to set it sets each library's."""
-    import torch
-
-    with contextlib.suppress(RuntimeError):  # libraries set apart have none in common
-        if torch.get_float32_matmul_precision() == precision:
-            return
-    torch.set_float32_matmul_precision(precision)
 
 
 _SETTINGS = _SharedSettings()
@@ -415,10 +409,10 @@ _SETTINGS = _SharedSettings()
 
 
 class RayExecutor(Executor):
-    """Do all work in a session of Ray, on this machine or a cluster.
+    """Run all work in a session of Ray, on this machine or a cluster.
 
     Args:
-        session: an open one, from `connect`.
+        session: an open session, from `connect`.
     """
 
     def __init__(self, session: Session) -> None:
@@ -426,14 +420,14 @@ class RayExecutor(Executor):
 
     @property
     def gpus(self) -> float:
-        """Return the number of GPUs of the whole cluster, which may have grown."""
+        """Return the current number of GPUs of the whole cluster."""
         import ray
 
         return float(ray.cluster_resources().get("GPU", 0.0))
 
     @property
     def is_local(self) -> bool:
-        """Return whether this is a session of our own, on this machine."""
+        """Return whether this is a local session on this machine."""
         return self._session.local
 
     def hosts(self) -> list[Host]:
@@ -457,7 +451,7 @@ class RayExecutor(Executor):
         error_prefix: str,
         num_gpus: float = 0.0,
     ) -> Any:
-        """Call the function in a task of Ray, on one of the machines that actors run on."""
+        """Call the function in a task of Ray."""
         import ray
 
         try:
@@ -489,7 +483,7 @@ class RayExecutor(Executor):
                 resources_per_worker=per_worker,
             ),
             run_config=ray.train.RunConfig(
-                # Checkpoints are the run's own; Ray's folder holds no state that is read.
+                # The run has its own checkpoints; no state in Ray's folder is read.
                 name=f"train-{time.time_ns()}",
                 storage_path=str(group.storage),
                 failure_config=_failure_config(group),
@@ -502,7 +496,7 @@ class RayExecutor(Executor):
             raise WorkersFailedError(str(error)) from error
 
     def supervise(self, work: Callable[[], None], poll: Callable[[], None]) -> None:
-        """Run `work` in a thread and poll in this one: Ray would take Ctrl-C from it."""
+        """Run `work` in a second thread and poll in this one, since Ray handles Ctrl-C."""
         errors: list[BaseException] = []
 
         def work_and_keep_errors() -> None:
@@ -516,23 +510,23 @@ class RayExecutor(Executor):
         while thread.is_alive():
             thread.join(0.5)
             poll()
-        poll()  # nobody may have looked since the last change
+        poll()  # for changes since the last poll
         if errors:
             raise errors[0]
 
     def run_trials(self, trials: TrialPass) -> None:
         """Run the trials on Ray Tune, several at a time."""
-        # Ray must not print trial tables, and writes them to the private folder only.
+        # Ray must not print tables of trials; it writes them only to the private folder.
         os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
         os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
         from ray import tune
         from ray.tune.logger import JsonLoggerCallback
 
         scheduler = trials.make_scheduler() if trials.make_scheduler else None
-        run = trials.run  # the trials' processes get nothing else
+        run = trials.run  # so that trials' processes receive only this
 
         def trial(config: dict[str, Any]) -> None:
-            secure_staging_folder()  # of a host without the driver
+            secure_staging_folder()  # on this host
             run(config["trial"], tune.report)
 
         tuner = tune.Tuner(
@@ -560,7 +554,7 @@ class RayExecutor(Executor):
 
 
 def _work_in_ray_worker(config: dict[str, Any]) -> None:
-    """Enter one worker of Ray Train."""
+    """Run one worker of Ray Train."""
     import ray.train
     import ray.train.torch
 
@@ -576,7 +570,7 @@ def _work_in_ray_worker(config: dict[str, Any]) -> None:
 
 
 def _failure_config(group: WorkerGroup) -> Any:
-    """Return how often Ray Train starts a group again; Ray before 2.60 counts all alike."""
+    """Return how often Ray Train restarts a group; Ray before 2.60 counts pre-emptions too."""
     import ray.train
 
     kind = ray.train.FailureConfig
@@ -587,7 +581,7 @@ def _failure_config(group: WorkerGroup) -> Any:
 
 
 def _preemption_question() -> Callable[[], bool] | None:
-    """Return the call that asks Ray for an announced pre-emption; None where Ray has none."""
+    """Return a function that asks Ray for an announced pre-emption; None if Ray has none."""
     import ray.train
 
     ask = getattr(ray.train, "get_preemption_info", None)  # since Ray 2.60
@@ -598,7 +592,7 @@ def _preemption_question() -> Callable[[], bool] | None:
 
 @contextlib.contextmanager
 def _staged_files_removed(staging_folder: Path, name: str) -> Iterator[None]:
-    """Remove at the end what Tune staged of an experiment: K and every score."""
+    """Remove at the end what Tune staged of an experiment: number of trials and all scores."""
     try:
         yield
     finally:
@@ -610,7 +604,7 @@ def _staged_files_removed(staging_folder: Path, name: str) -> Iterator[None]:
 
 
 class AutoExecutor(Executor):
-    """Do small work in this process, and open a session of Ray for the first work that is not.
+    """Run small work in this process, and open a session of Ray for the first other work.
 
     Args:
         open_session: returns a context manager that yields a session of Ray.
@@ -625,7 +619,7 @@ class AutoExecutor(Executor):
         self._checks: list[tuple[Sequence[str], Path]] = []
 
     def ray(self) -> RayExecutor:
-        """Return the executor on Ray, after opening the session if that was not done yet."""
+        """Return the executor on Ray; open its session if it is not open."""
         if self._ray is None:
             self._ray = RayExecutor(self._after.enter_context(self._open_session()))
             for check in self._checks:
@@ -633,25 +627,25 @@ class AutoExecutor(Executor):
         return self._ray
 
     def close(self) -> None:
-        """End the session, if one was opened."""
+        """Close the session, if it is open."""
         self._after.close()
 
     @property
     def gpus(self) -> float:
-        """Return the number of GPUs; a machine that has some is asked through Ray."""
+        """Return the number of GPUs; opens a session on a machine that has GPUs."""
         return self.ray().gpus if self._ray is not None or count_local_gpus() else 0.0
 
     def place(self, small: bool) -> Executor:
         """Return this process for small work, unless a session is open or there are GPUs."""
-        alone = small and self._ray is None and not count_local_gpus()
-        return _LocalAtFirst(self) if alone else self.ray()
+        here = small and self._ray is None and not count_local_gpus()
+        return _LocalAtFirst(self) if here else self.ray()
 
     def hosts(self) -> list[Host]:
         """Return the resources of this machine, as Ray counts them."""
         return self.ray().hosts()
 
     def check_nodes(self, packages: Sequence[str], shared_folder: Path) -> None:
-        """Check the hosts now, or as soon as there is a session."""
+        """Check the hosts now, or as soon as a session is open."""
         if self._ray is not None:
             self._ray.check_nodes(packages, shared_folder)
         self._checks.append((packages, shared_folder))
@@ -663,7 +657,7 @@ class AutoExecutor(Executor):
         error_prefix: str,
         num_gpus: float = 0.0,
     ) -> Any:
-        """Call the function in this process, or on Ray where it is open or a GPU is needed."""
+        """Call the function in this process, or on Ray if it is open or a GPU is needed."""
         return self.place(not num_gpus).run_once(function, argument, error_prefix, num_gpus)
 
     def __str__(self) -> str:
@@ -671,7 +665,7 @@ class AutoExecutor(Executor):
 
 
 class _LocalAtFirst(LocalExecutor):
-    """Do work that seems small in this process; give what is left of a long job to Ray."""
+    """Run small work in this process, and the rest of a job that takes too long on Ray."""
 
     def __init__(self, whole: AutoExecutor) -> None:
         super().__init__()
@@ -682,24 +676,21 @@ class _LocalAtFirst(LocalExecutor):
         return self._whole.place(small)
 
     def check_nodes(self, packages: Sequence[str], shared_folder: Path) -> None:
-        """Check the hosts as soon as there is a session, which work within this may open."""
+        """Check the hosts as soon as a session is open."""
         self._whole.check_nodes(packages, shared_folder)
 
     def run_chunks(self, job: ChunkJob) -> None:
-        """Run the chunks in turn for `SMALL_JOB_SECONDS`, and the others on Ray."""
+        """Run chunks in turn for `SMALL_JOB_SECONDS`, and the rest on Ray."""
         waiting, end = in_order(job.chunks), time.monotonic() + SMALL_JOB_SECONDS
-        left: list[Chunk] = []
 
-        def at_first() -> Iterator[Chunk]:
-            for chunk in waiting:
-                if time.monotonic() > end:
-                    left.append(chunk)
-                    return
+        def in_time() -> Iterator[Chunk]:
+            while time.monotonic() <= end and (chunk := next(waiting, None)) is not None:
                 yield chunk
 
-        super().run_chunks(replace(job, chunks=at_first()))
-        if left:
-            self._whole.ray().run_chunks(replace(job, chunks=itertools.chain(left, waiting)))
+        super().run_chunks(replace(job, chunks=in_time()))
+        if (first := next(waiting, None)) is not None:
+            rest = itertools.chain([first], waiting)
+            self._whole.ray().run_chunks(replace(job, chunks=rest))
 
 
 # --- the executor in use ----------------------------------------------------------------------
@@ -709,19 +700,19 @@ _open_executors: list[Executor] = []  # of enclosing blocks, the innermost last
 
 
 def current_executor() -> Executor:
-    """Return the executor that the work of the enclosing `open_executor` or `run_job` goes to.
+    """Return the executor of the enclosing `open_executor` or `run_job`.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: no executor is open.
     """
     executor = _enclosing_executor()
     if executor is None:
-        raise RuntimeError("no executor is open: work runs within open_executor()")
+        raise RuntimeError("no executor is open: run this inside open_executor()")
     return executor
 
 
 def _enclosing_executor() -> Executor | None:
-    """Return the innermost open executor, an open session of Ray included; None without one."""
+    """Return the innermost open executor, or that of an open Ray session; None without one."""
     if _open_executors:
         return _open_executors[-1]
     ray = sys.modules.get("ray")
@@ -732,7 +723,7 @@ def _enclosing_executor() -> Executor | None:
 
 @contextlib.contextmanager
 def use_executor(executor: Executor) -> Iterator[Executor]:
-    """Give all work inside the block to `executor`.
+    """Run all work inside the block on `executor`.
 
     Example:
         >>> from dpdist.cluster.executor import LocalExecutor, use_executor
@@ -744,7 +735,7 @@ def use_executor(executor: Executor) -> Iterator[Executor]:
     try:
         yield executor
     finally:
-        # The innermost of its places: blocks may be nested as A, B, A.
+        # Its innermost entry: blocks may be nested as A, B, A.
         last = max(n for n, each in enumerate(_open_executors) if each is executor)
         del _open_executors[last]
 
@@ -753,17 +744,17 @@ def use_executor(executor: Executor) -> Iterator[Executor]:
 def open_executor(
     name: ExecutorName | None = None, *, log_file: Path | None = None, cpus: int | None = None
 ) -> Iterator[Executor]:
-    """Yield the executor for a whole command, and close at the end what it opened.
+    """Yield the executor for a whole command, and close its session at the end.
 
     Args:
         name: "local": this process. "ray": a session of Ray. None, or "auto": the executor of an
-            enclosing block or an open session; else a cluster that RAY_ADDRESS names; else this
-            process for small work and a session on this machine for all other.
-        log_file: takes Ray's messages; None drops them.
-        cpus: of a session on this machine; None for the CPUs that this process may use.
+            enclosing block or an open session; else the cluster in RAY_ADDRESS; else this process
+            for small work, and a session on this machine for other work.
+        log_file: a file for Ray's messages; None drops them.
+        cpus: CPUs of a session on this machine; None for the CPUs that this process may use.
 
     Raises:
-        UserError: the name is none of these.
+        UserError: the name is unknown.
         ClusterError: no session could be opened.
 
     Example:
@@ -775,16 +766,15 @@ def open_executor(
     check_executor_name(name)
     enclosing = _enclosing_executor()
     with contextlib.ExitStack() as after:
-        session = functools.partial(
-            connect, log_file, cpus=cpus,
-            worker_setup=optional_imports.install_torchvision_hook,
-        )  # fmt: skip
+        hook = optional_imports.install_torchvision_hook
+        session = functools.partial(connect, log_file, cpus=cpus, worker_setup=hook)
+        kinds: dict[str | None, type[Executor]] = {"local": LocalExecutor, "ray": RayExecutor}
         executor: Executor
-        if enclosing is not None and _serves(enclosing, name):
+        if enclosing is not None and isinstance(enclosing, kinds.get(name, Executor)):
             executor = enclosing
         elif name == "local":
             executor = LocalExecutor()
-        elif isinstance(enclosing, AutoExecutor):  # of which Ray is asked
+        elif isinstance(enclosing, AutoExecutor):
             executor = enclosing.ray()
         elif name == "ray" or is_elastic():
             executor = RayExecutor(after.enter_context(session()))
@@ -794,15 +784,8 @@ def open_executor(
         yield after.enter_context(use_executor(executor))
 
 
-def _serves(executor: Executor, name: ExecutorName | None) -> bool:
-    """Return whether an enclosing executor is what is asked for."""
-    if name == "local":
-        return isinstance(executor, LocalExecutor)
-    return name != "ray" or isinstance(executor, RayExecutor)
-
-
 def check_executor_name(name: str | None, key: str = "executor") -> None:
-    """Raise UserError for a name that no executor has."""
+    """Raise UserError for an unknown name of an executor."""
     names = get_args(ExecutorName)
     if name is not None and name not in names:
         raise UserError(f"{key}: must be {', '.join(names[:-1])} or {names[-1]}, got {name!r}")

@@ -1,12 +1,12 @@
-"""The folder of a resumable job: its results belong to one set of settings, or to none.
+"""Read and write the folder of a resumable job, whose results all belong to one set of settings.
 
     settings.json   the execution: model, data, settings, seed, executed classifier; written first
     journal.jsonl   its first line is the digest of those settings; then the finished work
     *.parquet       tables, with the settings and their digest in the metadata
 
-Settings, journal and table are held against each other whenever work continues or a table is read:
-a model certified into the folder of another one is refused, whichever of the files was removed in
-between. The journal is append-only: lines that were written survive ``kill -9`` of their writer.
+Settings, journal and table are checked against each other whenever work resumes or a table is read,
+so a second model cannot be certified into the same folder, even if one of the files was removed.
+The journal is append-only: written lines survive ``kill -9`` of their writer.
 """
 
 from __future__ import annotations
@@ -43,24 +43,23 @@ from dpdist.core.files import (
 # --- the journal ------------------------------------------------------------------------------
 
 
-_LOCK_SECONDS = 2.0  # a writer that was just killed may need that long to be gone
+_LOCK_SECONDS = 2.0  # a killed writer may need this long to exit
 
 
 class JournalInUseError(ClusterError):
-    """Another process appends to the file."""
+    """A different process is writing the file."""
 
 
 class HeaderMismatchError(ClusterError):
-    """The file's first line is not the one it must have."""
+    """The file's first line is not the required header."""
 
 
 class Journal:
-    """One JSON value per line, each with its checksum; a torn last line is dropped on opening.
+    """A file with one JSON value and its checksum per line; an incomplete last line is dropped.
 
-    Holds an exclusive lock until ``close``, which the death of the process releases as well. Raises
-    InUse when another process holds it. ``sync`` makes what was appended durable against a power
-    cut; without it a killed process still loses nothing, because each append reaches the operating
-    system.
+    The process has an exclusive lock until ``close`` or its end. Raises JournalInUseError if a
+    different process has the lock. Appended lines survive a killed process, and after ``sync`` a
+    power cut too.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,24 +74,24 @@ class Journal:
 
     @property
     def header(self) -> Any:
-        """The first line, or None while there is none."""
+        """Return the first line; None for an empty file."""
         return next((json.loads(text) for text, _ in _iter_lines(self.path)), None)
 
     def ensure_header(self, header: Any) -> None:
-        """Let `header` be the first line, no entry: written to an empty journal, else required.
+        """Write `header` as the first line of an empty journal, else require it there.
 
-        Raises OtherHeader when the first line is another.
+        Raises HeaderMismatchError for a different first line.
         """
-        found = self.header
-        if found is None:
+        first = self.header
+        if first is None:
             self.append(header)
-        elif found != header:
-            raise HeaderMismatchError(f"{self.path} does not begin with {header!r}")
+        elif first != header:
+            raise HeaderMismatchError(f"{self.path}: its first line must be {header!r}")
         self._has_header = True
 
     @property
     def entries(self) -> Iterator[Any]:
-        """Yield the entries that the file held when it was opened, since they may exceed memory."""
+        """Yield the entries that the file had when it was opened; they may exceed the memory."""
         for place, (text, end) in enumerate(_iter_lines(self.path)):
             if end > self._initial_size:
                 return
@@ -120,7 +119,7 @@ class Journal:
 
 
 def _open_locked(path: Path) -> IO[bytes]:
-    """The file, opened to append and locked. Raises InUse."""
+    """Return the file, opened to append and locked. Raises JournalInUseError."""
     deadline = time.monotonic() + _LOCK_SECONDS
     check_regular_or_missing(path)
     while True:
@@ -132,13 +131,13 @@ def _open_locked(path: Path) -> IO[bytes]:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 file.close()
-                raise JournalInUseError(f"{path} is being written by another process") from None
-        file.close()  # held, or removed meanwhile by who held it
+                raise JournalInUseError(f"{path}: a different process is writing it") from None
+        file.close()  # locked, or removed meanwhile by the process that had the lock
         time.sleep(0.05)
 
 
 def _iter_lines(path: Path) -> Iterator[tuple[bytes, int]]:
-    """(text, where its line ends) up to the first damaged line."""
+    """Yield the text of each line and the offset of its end, up to the first damaged line."""
     end = 0
     with open(path, "rb") as file:
         for line in file:
@@ -155,13 +154,13 @@ def _iter_lines(path: Path) -> Iterator[tuple[bytes, int]]:
 FORMAT = 2
 SETTINGS, JOURNAL = "settings.json", "journal.jsonl"
 _DIGEST = b"dpdist.settings"
-LABEL_DIGEST_KEY = "labels"  # what a table says of the labels of its inputs
+LABEL_DIGEST_KEY = "labels"  # of a digest of the inputs' labels in a table's record
 
 Progress = Callable[[int, int, float], None]
 
 
 class JobRecord(FileShape):
-    """settings.json: what is executed. Each kind of job adds keys of its own.
+    """settings.json: what is executed. Each kind of job adds its own keys.
 
     Attributes:
         format: Format of the job's folder.
@@ -177,9 +176,9 @@ class JobRecord(FileShape):
 
 
 def settings_digest(job_record: Mapping[str, Any]) -> str:
-    """Names what was executed: equal for the same JSON, whatever the order of its keys."""
-    made = hashlib.blake2b(_canonical(job_record), digest_size=16, person=b"dpdist.bulk.1")
-    return made.hexdigest()
+    """Return a digest of what was executed, which does not depend on the order of keys."""
+    canonical = _canonical(job_record)
+    return hashlib.blake2b(canonical, digest_size=16, person=b"dpdist.bulk.1").hexdigest()
 
 
 def _canonical(job_record: Mapping[str, Any]) -> bytes:
@@ -188,8 +187,11 @@ def _canonical(job_record: Mapping[str, Any]) -> bytes:
 
 @dataclass(frozen=True)
 class JobKind:
-    """One kind of job, in words for its messages. result_free_fields: settings on which no result
-    depends. is_seed_secret: its seed is a key, which no message shows."""
+    """One kind of job, with words for its messages.
+
+    result_free_fields: settings that do not affect results. is_seed_secret: whether the seed is a
+    key, which messages must not show.
+    """
 
     name: str  # "certification"
     activity: str  # "certifying"
@@ -199,17 +201,17 @@ class JobKind:
 
 @contextmanager
 def open_job_folder(output: Path, kind: JobKind) -> Iterator[Journal]:
-    """The folder's journal, held by this process alone; a folder in which nothing began is removed.
+    """Yield the folder's journal, locked by this process; remove the folder if nothing started.
 
-    Raises UserError when another process holds it.
+    Raises UserError if a different process has the lock.
     """
     known = output.exists()
     try:
         journal = Journal(output / JOURNAL)
     except JournalInUseError as error:
         raise UserError(
-            f"{output}: another process is {kind.activity} into this folder; wait for it, stop it, "
-            "or choose another folder (--output)"
+            f"{output}: a different process is {kind.activity} into this folder; wait for it, stop "
+            "it, or choose a different folder (--output)"
         ) from error
     with journal:
         remove_leftovers(output, *(path for path in output.rglob("*") if path.is_dir()))
@@ -229,13 +231,18 @@ def pin_settings(
     seed: str | None,
     make_initial_record: Callable[[], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the pinned settings of the journal's folder.
+    """Return the pinned settings of the journal's folder, which are stored before any result.
 
-    They are stored before any result and kept when the job is continued.
+    Args:
+        journal: the journal.
+        kind: the kind of job.
+        requested: the settings that affect results.
+        seed: the requested seed, or None.
+        make_initial_record: returns the rest (seed, executed classifier); called for a new folder.
 
-    requested: what results depend on. make_initial_record: the rest (seed, executed classifier),
-    called for a new folder only. seed: the one asked for, or None. Raises UserError when the folder
-    holds another job, naming what differs, or results that do not say which job they are of.
+    Raises:
+        UserError: the folder contains a different job, whose differences are listed, or results
+            without settings.
     """
     output = journal.path.parent
     path = output / SETTINGS
@@ -244,8 +251,8 @@ def pin_settings(
         refuse_difference(output, kind, about, requested, seed)
     elif journal.header is not None:
         raise UserError(
-            f"{output}: holds results of some {kind.name} (journal.jsonl), but not settings.json, "
-            "which says of which; remove the folder, or choose another with --output"
+            f"{output}: contains results of a {kind.name} (journal.jsonl) without settings.json; "
+            "remove the folder, or choose a different one with --output"
         )
     else:
         about = json.loads(json.dumps({"format": FORMAT, **requested, **make_initial_record()}))
@@ -255,7 +262,7 @@ def pin_settings(
     except HeaderMismatchError as error:
         raise UserError(
             f"{output}: the results in journal.jsonl do not belong to settings.json (one of the "
-            "two was changed or comes from elsewhere); remove the folder, or choose another with "
+            "two was replaced or changed); remove the folder, or choose a different one with "
             "--output"
         ) from error
     return about
@@ -268,7 +275,7 @@ def refuse_difference(
     requested: Mapping[str, Any],
     seed: str | None,
 ) -> None:
-    """Raise UserError, naming what differs, unless `job_record` is what is `requested`."""
+    """Raise UserError, which lists the differences, unless `job_record` is what is `requested`."""
     old, new = _flatten_record(job_record), _flatten_record(json.loads(json.dumps(requested)))
     differences = [
         f"{name} was {old.get(name)!r}, now {value!r}"
@@ -277,11 +284,11 @@ def refuse_difference(
     ]
     if seed is not None and seed != job_record.get("seed"):
         shown = f"seed was {job_record.get('seed')!r}, now {seed!r}"
-        differences.append("the seed is another" if kind.is_seed_secret else shown)
+        differences.append("a different seed" if kind.is_seed_secret else shown)
     if differences:
         raise UserError(
-            f"{output}: holds another {kind.name} ({'; '.join(differences)}); choose another "
-            "folder with --output, or remove this one"
+            f"{output}: contains a different {kind.name} ({'; '.join(differences)}); choose a "
+            "different folder with --output, or remove this one"
         )
 
 
@@ -291,9 +298,9 @@ def _flatten_record(job_record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def schema_of(columns: Mapping[str, ColumnSpec], *own: pa.Field) -> pa.Schema:
-    """Return the schema of columns that are never empty, by the kinds of their values.
+    """Return the schema of columns without nulls, by the types of their values.
 
-    own: fields of another type, each in the place of its column.
+    own: fields of other types, which replace those of their columns.
     """
     kinds = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_()}
     named = {field.name: field for field in own}
@@ -308,7 +315,7 @@ def schema_of(columns: Mapping[str, ColumnSpec], *own: pa.Field) -> pa.Schema:
 def build_table(
     rows: list[dict[str, Any]], schema: pa.Schema, job_record: Mapping[str, Any], key: bytes
 ) -> pa.Table:
-    """The rows as they are ordered, with `job_record` and its digest in the metadata."""
+    """Return the rows in their order as a table, with `job_record` and its digest as metadata."""
     return pa.Table.from_pylist(rows, schema=schema.with_metadata(table_metadata(job_record, key)))
 
 
@@ -318,7 +325,7 @@ def table_metadata(job_record: Mapping[str, Any], key: bytes) -> dict[bytes, byt
 
 
 def read_job_record(table: pa.Table, key: bytes, context: str = "the table") -> dict[str, Any]:
-    """Return a table's pinned settings; empty where it has none.
+    """Return a table's pinned settings; an empty dict without any.
 
     Raises UserError if they are damaged.
     """
@@ -326,8 +333,10 @@ def read_job_record(table: pa.Table, key: bytes, context: str = "the table") -> 
 
 
 def label_digest(index: ArrayLike, label: ArrayLike) -> str:
-    """Return a digest of the labels of inputs, whatever the order of their rows; several rows of
-    one input with one label count once."""
+    """Return a digest of the labels of inputs, which does not depend on the order of rows.
+
+    Repeated rows of one input and label count once.
+    """
     pairs = np.unique(np.stack([np.asarray(index), np.asarray(label)], 1).astype("<i8"), axis=0)
     return hashlib.blake2b(pairs.tobytes(), digest_size=16, person=b"dpdist.labels").hexdigest()
 
@@ -335,31 +344,31 @@ def label_digest(index: ArrayLike, label: ArrayLike) -> str:
 def check_labels(
     job_record: Mapping[str, Any], index: ArrayLike, label: ArrayLike, context: Any
 ) -> None:
-    """Raise UserError for labels of a table that are not those it was made with, where it says."""
-    if job_record.get(LABEL_DIGEST_KEY, found := label_digest(index, label)) != found:
-        raise UserError(f"{context}: damaged: its labels are not those it was made with")
+    """Raise UserError for a table whose labels do not match the digest in its record, if any."""
+    if job_record.get(LABEL_DIGEST_KEY, digest := label_digest(index, label)) != digest:
+        raise UserError(f"{context}: is damaged: labels: must match the digest in its record")
 
 
 def write_table(table: pa.Table, path: Path) -> None:
-    """One Parquet file, whole or not at all, and the same bytes for the same table."""
+    """Write one Parquet file atomically, with the same bytes for the same table."""
     with atomic_replacement(path) as aside:
         pq.write_table(table.combine_chunks(), aside, row_group_size=1 << 20)
 
 
 def read_table(path: Path, columns: Mapping[str, ColumnSpec], key: bytes) -> pa.Table:
-    """A table with these columns, held against the settings that it names.
+    """Return a table with these columns, checked against its settings.
 
-    Raises as `dpdist.core.files.read_table`, and UserError when it is not of the settings in
-    its metadata or in the settings.json beside it.
+    Raises as `dpdist.core.files.read_table`, and UserError if it does not match the settings in its
+    metadata, or the settings.json in its folder.
     """
     table = files.read_table(path, columns)
     own = settings_digest(read_job_record(table, key, str(path)))
     if (table.schema.metadata or {}).get(_DIGEST) != own.encode():
-        raise UserError(f"{path}: damaged: the settings in it are not those of its results")
-    beside = path.parent / SETTINGS
-    if beside.exists() and own != settings_digest(JobRecord.read_keys(beside)):
+        raise UserError(f"{path}: is damaged: its settings do not match its results")
+    settings = path.parent / SETTINGS
+    if settings.exists() and own != settings_digest(JobRecord.read_keys(settings)):
         raise UserError(
-            f"{path}: not of the settings in {beside.name} beside it: one of the two was "
-            "changed or comes from elsewhere; remove the folder and run again"
+            f"{path}: is not of the settings in {settings.name} in its folder (one of the two was "
+            "replaced or changed); remove the folder, and run again"
         )
     return table

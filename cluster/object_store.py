@@ -1,9 +1,9 @@
-"""Whole objects under one prefix of S3, Google Cloud Storage, or a file system, by pyarrow.fs.
+"""Read and write objects under one prefix of S3, Google Cloud Storage, or a file system.
 
 Credentials come from the environment (AWS_ACCESS_KEY_ID, an instance's role, ...), never from the
-address. AWS_ENDPOINT_URL, or ``?endpoint_override=HOST:PORT&scheme=http`` in the address, leads to
-another store that speaks S3. The store must be strongly consistent: a written object is read and
-listed at once, as in S3 since December 2020, MinIO, Ceph and Google Cloud Storage.
+address. AWS_ENDPOINT_URL, or ``?endpoint_override=HOST:PORT&scheme=http`` in the address, names a
+different S3-compatible store. The store must be strongly consistent (a written object can be read
+and listed at once), like S3 since December 2020, MinIO, Ceph and Google Cloud Storage.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _CHUNK_BYTES = 8 * 2**20  # bytes
 
 
 class ObjectNotFoundError(ClusterError):
-    """There is no object of that name."""
+    """There is no object with this name."""
 
 
 def check_url(url: str) -> None:
-    """Raise ClusterError unless `url` names a prefix. Never repeats an address with a password."""
+    """Raise ClusterError unless `url` names a prefix. Messages do not contain credentials."""
     parts = urlsplit(url)
     if "@" in parts.netloc or set(parse_qs(parts.query)) - _OPTIONS:
         raise ClusterError(
-            "the archive's address may not hold credentials or options besides "
-            f"{', '.join(sorted(_OPTIONS))}: credentials come from the environment"
+            "the archive's address: must have no credentials, and no options other than "
+            f"{', '.join(sorted(_OPTIONS))}; set credentials in the environment"
         )
     prefix = parts.path.strip("/")
     if parts.scheme not in SCHEMES or not prefix or (parts.scheme != "file" and not parts.netloc):
@@ -50,7 +50,7 @@ def check_url(url: str) -> None:
 
 
 class ObjectStore:
-    """Objects by name, each written whole. Raises ClusterError when the store cannot be used."""
+    """Objects by name, each written atomically. Raises ClusterError if the store fails."""
 
     def __init__(self, url: str) -> None:
         from pyarrow import fs
@@ -67,10 +67,10 @@ class ObjectStore:
         try:
             yield
         except FileNotFoundError as error:
-            raise ObjectNotFoundError(f"{self.url}: there is no {name or 'such bucket'}") from error
+            raise ObjectNotFoundError(f"{self.url}: no such {name or 'bucket'}") from error
         except (OSError, ValueError) as error:
-            said = str(error).strip().splitlines()[0]
-            raise ClusterError(f"{self.url}: {name + ': ' if name else ''}{said}") from error
+            line = str(error).strip().splitlines()[0]
+            raise ClusterError(f"{self.url}: {name + ': ' if name else ''}{line}") from error
 
     def _path(self, name: str) -> str:
         try:
@@ -79,7 +79,7 @@ class ObjectStore:
             raise ClusterError(f"{self.url}: {error}") from None
 
     def _open_input(self, name: str) -> Any:
-        """The stream of an object; of a file system, of a regular file only."""
+        """Return the stream of an object, which must be a regular file in a file system."""
         path = self._path(name)
         if self._local:
             try:
@@ -91,10 +91,10 @@ class ObjectStore:
         return self._fs.open_input_stream(path)
 
     def put(self, name: str, source: bytes | Path) -> tuple[str, int]:
-        """Write an object; return the digest and size of what was written.
+        """Write an object, and return the digest and size of its content.
 
-        One that cannot be written whole is not there afterwards. On a file system, and of bytes,
-        the object that was there before is.
+        An object that cannot be written completely does not exist afterwards. On a file system, and
+        for bytes, the previous object is kept.
         """
         digest, size = hashlib.blake2b(digest_size=32), 0
         target = self._path(name)
@@ -112,7 +112,7 @@ class ObjectStore:
                 if self._local:
                     self._fs.move(partial, target)
             except BaseException:
-                # The end of the stream made an object of what was written until then.
+                # Closing the stream created an object from the part that was written.
                 if self._local or isinstance(source, Path):
                     with suppress(OSError):
                         self._fs.delete_file(partial)
@@ -120,18 +120,21 @@ class ObjectStore:
         return digest.hexdigest(), size
 
     def get(self, name: str, max_bytes: int = MAX_JSON_BYTES) -> bytes:
-        """An object's content. Raises Missing, and ClusterError above `max_bytes` bytes."""
+        """Return an object's content.
+
+        Raises ObjectNotFoundError, and ClusterError above `max_bytes` bytes.
+        """
         with self._translate_errors(name), self._open_input(name) as stream:
             raw: bytes = stream.read(max_bytes + 1)
         if len(raw) > max_bytes:
-            raise ClusterError(
-                f"{self.url}: {name}: more than {max_bytes:,} bytes, must be at most that"
-            )
+            raise ClusterError(f"{self.url}: {name}: must have at most {max_bytes:,} bytes")
         return raw
 
     def download(self, name: str, target: Path, max_bytes: int) -> tuple[str, int]:
-        """Copy an object into the new file `target`; return its digest and size. Of one of more
-        than `max_bytes` bytes no piece beyond that is written. Raises Missing."""
+        """Copy an object into the new file `target`, and return the digest and size of the copy.
+
+        The copy ends after `max_bytes` + 1 bytes. Raises ObjectNotFoundError.
+        """
         digest, size = hashlib.blake2b(digest_size=32), 0
         with (
             self._translate_errors(name),
@@ -147,7 +150,7 @@ class ObjectStore:
         return digest.hexdigest(), size
 
     def list_names(self, folder: str) -> list[str]:
-        """Return the names directly in `folder`, sorted; not what a killed writer left of one."""
+        """Return the sorted names directly in `folder`, without partial files of killed writers."""
         from pyarrow import fs
 
         with self._translate_errors(folder):
@@ -156,7 +159,7 @@ class ObjectStore:
         return [name for name in found if not (self._local and name.startswith("."))]
 
     def delete(self, name: str) -> None:
-        """Remove an object; one that is gone already is no error."""
+        """Remove an object, if it exists."""
         with self._translate_errors(name):
             try:
                 self._fs.delete_file(self._path(name))
@@ -164,7 +167,7 @@ class ObjectStore:
                 return
 
     def delete_folder(self, name: str) -> None:
-        """Remove every object below `name`; none is no error."""
+        """Remove every object below `name`."""
         with self._translate_errors(name):
             try:
                 self._fs.delete_dir(self._path(name))
@@ -172,7 +175,7 @@ class ObjectStore:
                 return
 
     def is_public(self, name: str) -> bool:
-        """Whether somebody without credentials can read this object (of S3; False elsewhere)."""
+        """Return whether an S3 object can be read without credentials; False for other stores."""
         from pyarrow import fs
 
         parts = urlsplit(self.url)
@@ -184,8 +187,8 @@ class ObjectStore:
         if endpoint and "endpoint_override" not in options:
             options["endpoint_override"] = endpoint
         try:
-            stranger = fs.S3FileSystem(anonymous=True, **options)
-            with stranger.open_input_stream(self._path(name)) as stream:
+            anonymous = fs.S3FileSystem(anonymous=True, **options)
+            with anonymous.open_input_stream(self._path(name)) as stream:
                 stream.read(1)
         except OSError:
             return False
@@ -193,7 +196,7 @@ class ObjectStore:
 
 
 def _with_region(url: str) -> str:
-    """Return the address with the environment's region, so that the bucket's is not looked up."""
+    """Return the address with the environment's region, which saves a lookup of the bucket's."""
     parts = urlsplit(url)
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     if parts.scheme != "s3" or not region or "region" in parse_qs(parts.query):

@@ -1,18 +1,18 @@
 """Run a resumable job on Ray or in this process: the same table to the byte, however computed.
 
-`run_job` pins all that is executed, keeps a journal, cuts the missing work into chunks, gives them
-to the workers of an executor (`dpdist.cluster.executor`), which may die, and writes the table last.
-A kind of work brings two descriptions:
+`run_job` pins the settings, keeps a journal, splits the missing work into chunks, runs them on the
+workers of an executor (`dpdist.cluster.executor`), which may die, and writes the table last. A kind
+of work defines two classes:
 
-* `JobSpec`: its words (`kind`), its table (`table_file`, `metadata_key`, `schema`, `columns`), all
-  that its results depend on (`identity`, with the `seed` that was asked for), and the choices that
-  are fixed once before the first result (`initial_record`: a seed, an executed classifier found by
+* `JobSpec`: its name (`kind`), its table (`table_file`, `metadata_key`, `schema`, `columns`), the
+  settings that affect its results (`identity`, and the requested `seed`), and the choices that are
+  fixed before the first result (`initial_record`: a seed, an executed classifier found by
   `Executor.run_once`);
-* `WorkItems`, from `JobSpec.work_items`: the items to do, once that is pinned. Named `items`, each
-  with the payload that a worker is called with, and `make_worker`: called once per worker with
-  `shared`, it returns the function from a payload to the item's rows of the table, as JSON.
+* `WorkItems`, from `JobSpec.work_items`: `items`, a payload for a worker by name, and
+  `make_worker`: called once per worker with `shared`, it returns the function from a payload to the
+  item's rows of the table, as JSON.
 
-So an audit of a thousand trainings, or a teacher for each shard, is
+For example, an audit of a thousand trainings is
 
     class Audit(resumable_job.JobSpec):
         kind = job_folder.JobKind("audit", "auditing")
@@ -30,11 +30,11 @@ So an audit of a thousand trainings, or a teacher for each shard, is
 
     table = run_job(Audit(), output, actors=None, progress=show)
 
-A payload's rows must be a pure function of payload, `shared` and pinned seed: a chunk of a dead or
-slow actor is done again elsewhere. A task whose items are long overrides `units_per_item`,
-`chunk_plan`, `make_chunk`, `parse_entry` and `merge_partials`, and is then done in pieces anywhere
-(`dpdist.certification.job` does so). Work that may be asked for more in the same folder sets
-`is_extensible`: its table holds all that is there.
+A payload's rows must be a pure function of payload, `shared` and pinned seed, since the chunk of a
+dead or slow actor is repeated. If items take long, override `units_per_item`, `chunk_plan`,
+`make_chunk`, `parse_entry` and `merge_partials` to split them (as `dpdist.certification.job` does).
+If later calls may add items to the same folder, set `is_extensible`; the table then contains all of
+them.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ from dpdist.core.errors import InvalidResultsError, UserError
 from dpdist.core.files import ColumnSpec, error_text
 
 Item = int | str
-Partial = Any  # JSON: what is known of some units of an item
+Partial = Any  # JSON: the result of some units of an item
 Row = dict[str, Any]
 
 CHUNK_SECONDS = 1.0
-_INVALID = "invalid"  # the journal's line that says why none of its results hold
+_INVALID = "invalid"  # key of the journal's line with the reason why all its results are invalid
 
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """Units low..high-1 of one item."""
+    """The units in [low, high) of one item."""
 
     item: Item
     low: int
@@ -75,9 +75,9 @@ class WorkUnit:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """The size of work: at most `max_units` units in a chunk.
+    """The size of chunks: at most `max_units` units.
 
-    stall_seconds: seconds after which a worker that says nothing must be hanging.
+    stall_seconds: seconds without a result after which a worker is stalled.
     """
 
     max_units: int = 1
@@ -85,15 +85,15 @@ class ChunkPlan:
 
 
 class WorkItems:
-    """The work of a job; as it stands, for items that are done whole.
+    """The work of a job. This class does not split items; subclasses can.
 
-    items: payloads by name, in the order of work. worker(shared) is made once in every actor.
-    stall_seconds: see `ChunkPlan`. weights: what an item counts in the progress that is shown; 1 by
-        default.
+    items: payloads by name, in the order of work. make_worker: called once in every actor with
+    `shared`. stall_seconds: see `ChunkPlan`. weights: weights of items in the progress; 1 by
+    default.
     """
 
-    units_per_item: int = 1  # into how many units the work on an item can be cut
-    gpus_per_actor: float = 0.0  # of each actor
+    units_per_item: int = 1  # number of units that an item can be split into
+    gpus_per_actor: float = 0.0
     _stall_seconds: float = 60.0
     _weights: Mapping[Item, int] = {}
 
@@ -111,35 +111,35 @@ class WorkItems:
         self._stall_seconds, self._weights = stall_seconds, weights or {}
 
     def chunk_plan(self, seconds: float) -> ChunkPlan:
-        """Chunks of about that many seconds; no result may depend on it."""
+        """Return the size of chunks that take about `seconds`; it must not affect results."""
         return ChunkPlan(stall_seconds=self._stall_seconds)
 
     def make_chunk(self, work_units: list[WorkUnit]) -> tuple[str, Any]:
-        """The name of a chunk of these pieces, and what the worker is called with."""
+        """Return the name of a chunk of these units, and the payload for the worker."""
         (piece,) = work_units
         return str(piece.item), self.items[piece.item]  # type: ignore[index]
 
     def journal_entries(self, name: str, answer: Any) -> Iterable[dict[str, Any]]:
-        """A worker's answer to the chunk of that name, as lines of the journal."""
+        """Return a worker's result of the chunk of this name as lines of the journal."""
         return [{"key": name, "rows": answer}]
 
     def parse_entry(self, entry: dict[str, Any]) -> tuple[WorkUnit, Partial]:
-        """Return the piece and the partial result of a line of the journal."""
+        """Return the units and the partial result of a line of the journal."""
         return WorkUnit(entry["key"], 0, 1), entry["rows"]
 
     def merge_partials(self, first: Partial, second: Partial) -> Partial:
-        """Return the partial result of two intervals of units that touch, in order."""
-        raise NotImplementedError("items that are cut need join")
+        """Return the partial result of two adjacent intervals of units."""
+        raise NotImplementedError("items that are split need merge_partials")
 
     def table_rows(self, item: Item, partial: Partial) -> list[Row]:
-        """The item's rows of the table, from what is known of all its units."""
+        """Return the item's rows of the table, from the result of all its units."""
         rows: list[Row] = partial
         return rows
 
     def is_small(self, state: JobState) -> bool:
-        """Return whether what is missing takes one process no longer than a session takes to start.
+        """Return whether the missing work is small (`dpdist.cluster.executor`).
 
-        `dpdist.cluster.executor` gives the rule. No result may depend on it.
+        It must not affect results.
         """
         return False
 
@@ -148,46 +148,45 @@ class WorkItems:
         return self._weights.get(item, 1)
 
     def effort(self, work_unit: WorkUnit, partial: Partial) -> int:
-        """Return the weight of a piece in the rate that is shown beside the progress."""
+        """Return the weight of units in the rate that is shown with the progress."""
         return self.weight(work_unit.item)
 
 
 class JobSpec:
-    """A kind of job. Subclasses define everything but `is_extensible` and `finish`."""
+    """A kind of job. Subclasses define everything except `is_extensible` and `finish`."""
 
     kind: JobKind
     table_file: ClassVar[str]  # the table's name in its folder
-    metadata_key: ClassVar[bytes]  # of what was executed, in the table's metadata
+    metadata_key: ClassVar[bytes]  # of the settings, in the table's metadata
     schema: pa.Schema
-    columns: Mapping[str, ColumnSpec] = {}  # what readers rely on
-    # the same folder may be asked for more: a table is no end
-    is_extensible: ClassVar[bool] = False
-    sort_columns: ClassVar[tuple[str, ...]] = ("index",)  # columns by which rows are sorted
-    seed: str | None = None  # the one asked for
+    columns: Mapping[str, ColumnSpec] = {}  # the columns that readers need
+    is_extensible: ClassVar[bool] = False  # whether later calls may add items to a finished table
+    sort_columns: ClassVar[tuple[str, ...]] = ("index",)  # of the rows
+    seed: str | None = None  # the requested seed
 
     def identity(self) -> dict[str, Any]:
-        """All that results depend on, as JSON: who continues must have the same."""
+        """Return all settings that affect results, as JSON; they cannot change in a folder."""
         raise NotImplementedError
 
     def initial_record(self, output: Path) -> dict[str, Any]:
-        """The rest of what is executed ("seed", "classifier"), fixed before the first result."""
+        """Return the rest of the settings ("seed", "classifier"), fixed before the first result."""
         raise NotImplementedError
 
     def work_items(self, job_record: dict[str, Any], output: Path) -> WorkItems:
-        """Return the task for the pinned settings."""
+        """Return the work for the pinned settings."""
         raise NotImplementedError
 
     def finish(self, state: JobState, output: Path) -> list[Row]:
-        """The rows of the table, from all that is done; may write files beside it."""
+        """Return the rows of the table when all work is done; may write more files to `output`."""
         return [row for item in state.work_items.items for row in state.finished_rows[item]]
 
     def build_table(self, rows: list[Row], job_record: Mapping[str, Any]) -> pa.Table:
-        """The rows in their order, with what was executed."""
+        """Return the sorted rows as a table with the settings."""
         ordered = sorted(rows, key=lambda row: tuple(row[name] for name in self.sort_columns))
         return job_folder.build_table(ordered, self.schema, job_record, self.metadata_key)
 
     def load_table(self, path: Path) -> pa.Table:
-        """The table. Raises UserError when it is damaged, or not of its settings."""
+        """Return the table. Raises UserError if it is damaged or does not match its settings."""
         return job_folder.read_table(path, self.columns, self.metadata_key)
 
 
@@ -200,16 +199,25 @@ def run_job(
     chunk_seconds: float = CHUNK_SECONDS,
     executor: Executor | None = None,
 ) -> pa.Table:
-    """Do what is missing of the work in the folder `output`; return the table.
+    """Do the missing work in the folder `output`, and return the table.
 
-    ``output`` receives the table (written last), settings.json (what was executed) and, while it
-    runs, journal.jsonl. Called again after any interruption it computes what is missing
-    and gives the identical table. actors: None uses the whole cluster and grows with it.
-    progress(done, in all, per second). executor: where the work runs; None for the enclosing
-    `open_executor` or `dpdist.connect`, else one is opened for this job and closed after it. Raises
-    UserError when ``output`` holds other work (naming what differs) or another process is working
-    in it, ClusterError when the cluster cannot do it; InvalidResultsError when a worker found that
-    none of the results hold, then and whenever it is called again.
+    The folder gets settings.json, journal.jsonl, and at the end the table. After an interruption,
+    the same call computes the missing work and returns the identical table.
+
+    Args:
+        spec: the job.
+        output: its folder.
+        actors: number of workers; None uses the whole cluster and grows with it.
+        progress: called as progress(done, total, per second).
+        chunk_seconds: approximate seconds per chunk.
+        executor: where the work runs; None for the enclosing `open_executor` or `dpdist.connect`,
+            else for one that is opened for this job.
+
+    Raises:
+        UserError: the folder contains different work, whose differences are listed, or a different
+            process is working in it.
+        ClusterError: the cluster cannot do the work.
+        InvalidResultsError: a worker found that all results are invalid, now or in an earlier call.
     """
     finished, wanted = output / spec.table_file, spec.identity()
     if finished.exists() and not spec.is_extensible:
@@ -252,20 +260,22 @@ def run_job(
 
 
 def _enter_folder(stack: ExitStack, output: Path, kind: JobKind) -> Journal:
-    """Return the journal of a folder that is held until `stack` ends. Raises UserError where
-    nothing can be written."""
+    """Return the journal of a folder, locked until `stack` ends.
+
+    Raises UserError if the folder cannot be written.
+    """
     try:
         return stack.enter_context(job_folder.open_job_folder(output, kind))
     except OSError as error:
         raise UserError(
-            f"{output}: must be a folder that can be written, got {error_text(error)}; choose "
-            "another (--output, in Python folder=)"
+            f"{output}: must be a writable folder, got {error_text(error)}; choose a different one "
+            "(--output, in Python folder=)"
         ) from error
 
 
 @contextmanager
 def _record_invalid_results(journal: Journal, output: Path) -> Iterator[None]:
-    """Record in the journal when a worker finds that none of the results hold."""
+    """Record in the journal if a worker finds that all results are invalid."""
     try:
         yield
     except InvalidResultsError as error:
@@ -274,25 +284,25 @@ def _record_invalid_results(journal: Journal, output: Path) -> Iterator[None]:
 
 
 def _resume_state(work_items: WorkItems, journal: Journal, output: Path) -> JobState:
-    """Return what the journal says is done.
+    """Return the finished work in the journal.
 
-    Raises InvalidResultsError where it says that none of the results hold.
+    Raises InvalidResultsError if it records that all results are invalid.
     """
     book = JobState(work_items)
     for entry in journal.entries:
         if _INVALID in entry:
-            raise InvalidResultsError(f"{output}: its results do not hold: {entry[_INVALID]}")
+            raise InvalidResultsError(f"{output}: its results are invalid: {entry[_INVALID]}")
         book.add_entry(entry)
     return book
 
 
-_Interval = tuple[int, int, Partial]  # low, high, what is known
+_Interval = tuple[int, int, Partial]  # low, high, result
 
 
 class JobState:
-    """The finished pieces of each item, and the rows of finished items. Overlaps count once.
+    """The finished units of each item, and the rows of finished items. Overlaps count once.
 
-    Of a folder that grows it also holds items of earlier calls that were not asked for now.
+    In an extensible folder it also has items of earlier calls that are not requested now.
     """
 
     def __init__(self, work_items: WorkItems) -> None:
@@ -305,7 +315,7 @@ class JobState:
         self._requested_items = frozenset(work_items.items)
 
     def add_entry(self, entry: dict[str, Any]) -> None:
-        """Take in a line of the journal."""
+        """Add a line of the journal."""
         piece, partial = self.work_items.parse_entry(entry)
         item, low, high = piece.item, piece.low, piece.high
         if item in self.finished_rows:
@@ -323,7 +333,7 @@ class JobState:
                 self.done += self.work_items.weight(item)
 
     def missing_intervals(self, item: Item) -> list[tuple[int, int]]:
-        """Intervals of units that are not done."""
+        """Return the intervals of units that are not done."""
         if item in self.finished_rows:
             return []
         gaps, at = [], 0
@@ -336,7 +346,7 @@ class JobState:
         return gaps
 
     def _merge_interval(self, known: list[_Interval], new: _Interval) -> list[_Interval]:
-        """The intervals in order, those that touch joined: an item takes little memory."""
+        """Return the sorted intervals with adjacent ones merged, which saves memory."""
         joined: list[_Interval] = []
         for low, high, partial in sorted([*known, new], key=lambda interval: interval[0]):
             if joined and joined[-1][1] == low:
@@ -347,7 +357,7 @@ class JobState:
 
 
 def iter_chunks(state: JobState, plan: ChunkPlan) -> Iterator[Chunk]:
-    """Missing units, packed into chunks. A stream: a million chunks are never there at once."""
+    """Yield the missing units in chunks; they are not all in memory at once."""
     pieces: list[WorkUnit] = []
     number = units_in = 0
     for piece in _iter_work_units(state, plan):
@@ -362,10 +372,9 @@ def iter_chunks(state: JobState, plan: ChunkPlan) -> Iterator[Chunk]:
 
 
 def _iter_work_units(state: JobState, plan: ChunkPlan) -> Iterator[WorkUnit]:
-    """Every missing interval of units, cut on a grid of ``plan.max_units``.
+    """Yield every missing interval of units, split on a grid of ``plan.max_units``.
 
-    What is missing of a piece is found out when its turn comes: nobody else computes it, so that it
-    does not matter when.
+    The missing units of an item are looked up only when it is reached.
     """
     step = plan.max_units
     for item in state.work_items.items:

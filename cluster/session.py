@@ -1,7 +1,4 @@
-"""Connect to the given Ray cluster, or start one on this machine, on loopback only.
-
-A command that waits for a lost host of the cluster tells the user so.
-"""
+"""Connect to the given Ray cluster, or start a session on this machine, on loopback only."""
 
 from __future__ import annotations
 
@@ -35,14 +32,14 @@ from dpdist.core.files import (
 # --- waiting for lost hosts -------------------------------------------------------------------
 
 
-_POLL_SECONDS = 10.0  # seconds
+_POLL_SECONDS = 10.0
 
 
 class CapacityMonitor:
-    """A monitor that says, once each time, that the cluster is smaller than the work needs.
+    """Log once whenever the cluster becomes smaller than the work needs.
 
-    need, and what `get_resources` returns: amounts of Ray's resources ("CPU", "GPU") in the whole
-    cluster.
+    needed, and the result of `get_resources`: amounts of Ray's resources ("CPU", "GPU") in the
+    whole cluster.
     """
 
     def __init__(
@@ -59,7 +56,7 @@ class CapacityMonitor:
         self._last_poll, self._is_short = time.monotonic(), False
 
     def poll(self) -> None:
-        """Ask Ray, at most every ten seconds, for the cluster's size; call it often."""
+        """Check the cluster's size, at most every ten seconds; call it often."""
         now = time.monotonic()
         if now - self._last_poll < self._poll_seconds:
             return
@@ -77,33 +74,33 @@ class CapacityMonitor:
             )
             self._log(
                 f"{self._work_name}: waits for hosts: the cluster has {shares}; an autoscaler "
-                "starts them, on your own hosts `ray up` does"
+                "starts hosts, `ray up` starts your own"
             )
         elif self._is_short and not missing:
             self._log(f"{self._work_name}: the cluster has room again")
         self._is_short = missing
 
 
-# --- a session that Ray gave up ----------------------------------------------------------------
+# --- a lost session ---------------------------------------------------------------------------
 
 
 _WATCH_SECONDS = 5.0
-# Not SIGINT, which a shell's background ignores and a training takes for a wish to end well.
+# Not SIGINT, which background jobs ignore, and which asks a training to end early.
 _WAKE = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
 _LOST = (
-    "Ray gave up the node of this process, which answered nothing for about a minute, as a laptop "
-    "does that sleeps: its session is lost. What was finished is kept; run the same command again"
+    "the Ray session is lost: its node on this machine did not answer for about a minute, for "
+    "example because the machine slept. Finished work is kept; run the same command again"
 )
-# Sessions whose node is lost, kept until this process ends.
+# Lost sessions, kept until this process ends.
 _lost_sessions: list[contextlib.ExitStack] = []
 _open_watches: list[_NodeWatch] = []
 
 
 class _NodeWatch:
-    """A thread that interrupts the main thread once Ray has given up this process's own node.
+    """Interrupt the main thread if Ray declares this process's own node dead.
 
-    Ray's calls (wait, kill, shutdown) then never return, whatever their timeout: only an interrupt
-    ends the first of them.
+    Ray's calls (wait, kill, shutdown) then never return, whatever their timeout, so only an
+    interrupt ends the current call. A second thread watches the node.
     """
 
     def __init__(self) -> None:
@@ -115,9 +112,9 @@ class _NodeWatch:
         import ray
 
         if threading.current_thread() is not threading.main_thread():
-            return  # a signal reaches the main thread alone
+            return  # only the main thread receives signals
         _open_watches.append(self)
-        with contextlib.suppress(Exception):  # through Ray Client the node is another one
+        with contextlib.suppress(Exception):  # through Ray Client the node is a different one
             own = ray.get_runtime_context().get_node_id()
             self._before = signal.signal(_WAKE, signal.default_int_handler)
             self._thread = threading.Thread(target=self._watch, args=(own,), daemon=True)
@@ -129,11 +126,11 @@ class _NodeWatch:
         if self in _open_watches:
             _open_watches.remove(self)
         if not self.lost and self._thread is not None:
-            # Its last look; and it must not ask a session that is shut down.
+            # For its last check; it must not use a session after its shutdown.
             self._thread.join(_WATCH_SECONDS)
-            with contextlib.suppress(ValueError):  # left in another thread
+            with contextlib.suppress(ValueError):  # exited in a different thread
                 signal.signal(_WAKE, self._before)
-        if self.lost:  # whatever it ended as: an executor closes a session without an error
+        if self.lost:  # even without an error: an executor closes its session without one
             raise ClusterError(_LOST) from error
 
     def _watch(self, own: str) -> None:
@@ -141,26 +138,26 @@ class _NodeWatch:
 
         ended = False
         while not ended:
-            # Once more at the end: work that fails with the node may be faster than this.
+            # Once more at the end: work on a dead node may fail before this thread notices.
             ended = self._ended.wait(_WATCH_SECONDS)
             if not self.lost:
                 with contextlib.suppress(Exception):
                     dead = [node["NodeID"] for node in ray.nodes() if not node["Alive"]]
                     self.lost = own in dead
             with self._ending:
-                if self.lost and not self._ended.is_set():  # again, if something took the first
+                if self.lost and not self._ended.is_set():  # repeatedly, if the first was caught
                     signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
 
 
 def is_session_lost() -> bool:
-    """Return whether Ray gave up the node of this process, so that its calls would not return."""
+    """Return whether the session is lost, so that Ray's calls would not return."""
     return bool(_lost_sessions) or any(watch.lost for watch in _open_watches)
 
 
 def _keep_until_exit(session: contextlib.ExitStack) -> None:
-    """Leave a lost session alone, and end this process without Ray's own last words.
+    """Keep a lost session, and let this process exit without Ray's shutdown, which would hang.
 
-    The code is that of a command which a ClusterError ends: Python does not tell a script's own.
+    The exit code is that of a ClusterError: Python does not provide a script's own code.
     """
     _lost_sessions.append(session)
 
@@ -170,29 +167,27 @@ def _keep_until_exit(session: contextlib.ExitStack) -> None:
         sys.stderr.flush()
         os._exit(ExitCode.USER_ERROR)
 
-    atexit.register(leave)  # runs before Ray's, which would wait
+    atexit.register(leave)  # runs before Ray's handler, which would hang
 
 
 # --- the session ------------------------------------------------------------------------------
 
 
-# Ray listens on all interfaces even with a loopback node address unless it takes the machine for a
-# single desktop.
+# Ray listens on all interfaces, even with a loopback node address, unless this variable is 0.
 _LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-# A thread that outlives the session, as Tune's does an interrupt, would start another one by its
-# next word to Ray, without a token.
+# A thread that outlives the session, as Tune's does after an interrupt, would start a new one with
+# its next call of Ray, without a token.
 _AUTO_START_VARIABLE = "RAY_ENABLE_AUTO_CONNECT"
-# What keeps a local session to this user of this machine, whatever the environment says: variables
-# that were exported for a cluster would open it to the network, or to the machine's other users.
+# These close a local session to the network and to other users of the machine, even if variables
+# for a cluster are set.
 _SECURE_VARIABLES = {_LOOPBACK_VARIABLE: "0", "RAY_AUTH_MODE": "token"}
-# a server elsewhere, which the session's state would go to
+# a server that would receive the session's state
 _REMOVED_VARIABLES = ("RAY_REDIS_ADDRESS",)
 WATCHER_VARIABLE = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
-_TOKEN_VARIABLE = "RAY_AUTH_TOKEN"  # the session's own: a cluster's is known to others
+_TOKEN_VARIABLE = "RAY_AUTH_TOKEN"  # the session's own: others may know the token of a cluster
 _LOCAL_ENVIRONMENT = {
-    # Nobody reads a local session's metrics, or takes its one host away: less for Ray's idle
-    # processes, which share the workers' cores (benchmarks/results/gradients.md, the row of two
-    # workers).
+    # A local session needs no metrics and no pre-emption watcher. Without them Ray's idle processes
+    # use less of the workers' cores (benchmarks/results/gradients.md, the row of two workers).
     "RAY_event_stats": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_TRAIN_METRICS_ENABLED": "0",
@@ -205,13 +200,13 @@ _ENVIRONMENT = {
 }
 _CONNECT_SECONDS = 5.0
 _FOLDER_PREFIX = "dpdist-ray-"
-# A socket's path has at most 107 bytes, of which Ray takes about 70 below its folder.
+# A socket's path has at most 107 bytes, of which Ray uses about 70 inside its folder.
 _MAX_ROOT_BYTES = 20
 
 
 @dataclass(frozen=True)
 class Session:
-    """The connection of this process to Ray. address is None for a session of our own."""
+    """The connection of this process to Ray. address: None for a local session."""
 
     address: str | None
     cpus: float
@@ -220,7 +215,7 @@ class Session:
 
     @property
     def local(self) -> bool:
-        """Return whether this is a session of our own, on this machine."""
+        """Return whether this is a local session on this machine."""
         return self.address is None
 
     def __str__(self) -> str:
@@ -241,21 +236,20 @@ def connect(
     With RAY_ADDRESS set (as inside `ray job submit`) it is that cluster; otherwise a new local
     session with every port on loopback, a fresh access token, and Ray's own files (logs, sockets,
     staged artifacts) in a folder that only this user can read and that is deleted with the session.
-    Environment variables that would change that are ignored meanwhile, with a line on standard
-    error.
+    Environment variables that would change this are ignored, with a line on standard error.
 
     Args:
-        log_file: takes Ray's messages; None drops them.
-        cpus: limits a local session; None for the CPUs that this process may use.
-        worker_setup: runs once in every worker process.
+        log_file: a file for Ray's messages; None drops them.
+        cpus: CPUs of a local session; None for the CPUs that this process may use.
+        worker_setup: a function that runs once in every worker process.
 
     Yields:
         A `Session`: `address` (str; None for a new local session), `cpus`, `gpus` and `nodes`
         (numbers), and `local` (bool).
 
     Raises:
-        ClusterError: nothing answers at RAY_ADDRESS, or Ray gave up the node of this process
-            meanwhile, as after a laptop's sleep: start Python again.
+        ClusterError: nothing answers at RAY_ADDRESS, or the session was lost, for example because
+            the machine slept: start Python again.
 
     Example:
         >>> import dpdist
@@ -264,7 +258,7 @@ def connect(
         True
     """
     address = os.environ.get("RAY_ADDRESS") or None
-    if address == "local":  # Ray's word for a session of one's own
+    if address == "local":  # Ray's word for a new local session
         address = None
     os.environ.update({k: v for k, v in _ENVIRONMENT.items() if k not in os.environ})
     import ray
@@ -289,13 +283,13 @@ def connect(
                 folder = after.enter_context(_session_folder())
                 before[SESSION_FOLDER] = os.environ.get(SESSION_FOLDER)
                 os.environ[SESSION_FOLDER] = str(folder)
-                options["_temp_dir"] = str(folder / "ray")  # which Ray opens to all users
+                options["_temp_dir"] = str(folder / "ray")  # Ray opens this folder to all users
             _start(address, options)
             handler = _add_log_handler(log_file)
             with watch:
                 yield describe_session(address)
         finally:
-            if watch.lost:  # and keeps its token, without which Ray aborts this process
+            if watch.lost:  # the token stays set: without it, Ray aborts this process
                 _keep_until_exit(after.pop_all())
             else:
                 ray.shutdown()
@@ -305,16 +299,16 @@ def connect(
 
 
 def _secure_environment() -> dict[str, str | None]:
-    """Set the environment of a local session; return what it replaces, None for what was not set.
+    """Set the environment of a local session; return the replaced values, None for unset ones.
 
-    A user's settings that the session's closeness does not rest on stay as they are.
+    A user's own values of `_LOCAL_ENVIRONMENT` are kept.
     """
     new: dict[str, str | None] = {**_SECURE_VARIABLES, **dict.fromkeys(_REMOVED_VARIABLES)}
     for name, value in new.items():
         if os.environ.get(name) not in (None, value):
             log(
-                f"{name} is put aside: a session on this machine listens on loopback "
-                "alone and asks for a token; the variable counts where RAY_ADDRESS is a cluster's"
+                f"{name} is ignored: a session on this machine listens only on loopback and "
+                "requires a token; the variable applies if RAY_ADDRESS names a cluster"
             )
     new[_TOKEN_VARIABLE] = secrets.token_hex(32)
     new |= {name: os.environ.get(name, value) for name, value in _LOCAL_ENVIRONMENT.items()}
@@ -324,7 +318,7 @@ def _secure_environment() -> dict[str, str | None]:
 
 
 def _set_environment(values: Mapping[str, str | None]) -> None:
-    """Set variables of the environment; remove those of value None."""
+    """Set environment variables; remove those with value None."""
     for name, value in values.items():
         if value is None:
             os.environ.pop(name, None)
@@ -333,10 +327,10 @@ def _set_environment(values: Mapping[str, str | None]) -> None:
 
 
 def require_gpus(key: str, purpose: str, needed: float) -> None:
-    """Raise UserError, before Ray is started, where a session on this machine lacks GPUs.
+    """Raise UserError, before Ray starts, if a session on this machine has too few GPUs.
 
-    A cluster is asked when it is connected to: hosts may join it. key: of the recipe, for the
-    complaint. purpose: has the need.
+    A cluster is not checked here, since hosts may join it. key: the recipe key for the message.
+    purpose: what needs the GPUs.
     """
     if not needed:
         return
@@ -345,22 +339,23 @@ def require_gpus(key: str, purpose: str, needed: float) -> None:
     if is_elastic() or ray.is_initialized() or needed <= (have := count_local_gpus()):
         return
     raise UserError(
-        f"{key}: must be what this machine has, {purpose} needs {needed:g} GPUs, it has {have:g}; "
-        "leave it out or set 0 to compute on CPUs, or set RAY_ADDRESS to a cluster with GPUs"
+        f"{key}: must be available on this machine: {purpose} needs {needed:g} GPUs, it has "
+        f"{have:g}; leave the key out or set 0 to compute on CPUs, or set RAY_ADDRESS to a cluster "
+        "with GPUs"
     )
 
 
-WORKER_MIB = 400  # MiB: Python, its libraries and what Ray keeps in a worker, before any model
+WORKER_MIB = 400  # MiB of a worker before any model: Python, its libraries and Ray
 
 
 def require_workers(workers: int, cpus_each: float) -> None:
-    """Raise UserError, before Ray is started, for training workers that this machine cannot hold.
+    """Raise UserError, before Ray starts, if this machine has too few CPUs for the workers.
 
-    Counted are their CPUs. A cluster is asked when it is connected to: hosts may join it.
+    A cluster is not checked here, since hosts may join it.
 
     Args:
-        workers: the least number that trains.
-        cpus_each: CPUs of each.
+        workers: the smallest number of workers that trains.
+        cpus_each: CPUs per worker.
     """
     if workers == 1:
         return
@@ -372,29 +367,29 @@ def require_workers(workers: int, cpus_each: float) -> None:
     most = int(cpus / cpus_each + 1e-9)
     if workers <= most:
         return
-    total = f"{workers:,} x {cpus_each:g} CPUs are {workers * cpus_each:g}, this machine has "
     share = max(1, 100 * cpus // workers) / 100
-    total += f"{cpus:g}; resources.cpus_per_worker: {share:g} would let them share, more slowly"
     raise UserError(
-        f"resources.workers: must be at most {max(1, most)}, got {workers}: {total}. Take fewer "
-        "(resources.workers), or set RAY_ADDRESS to a cluster with room",
+        f"resources.workers: must be at most {max(1, most)}, got {workers}: {workers:,} x "
+        f"{cpus_each:g} CPUs are {workers * cpus_each:g}, this machine has {cpus:g}; use fewer "
+        f"workers, set resources.cpus_per_worker: {share:g} to share CPUs, which is slower, or set "
+        "RAY_ADDRESS to a larger cluster",
         see="how-to/cluster.md#where-work-runs",
     )
 
 
 def count_local_cpus() -> int:
-    """Return how many CPUs this process may use, by its affinity and its container's quota."""
+    """Return the number of CPUs that affinity and container quota allow this process."""
     return max(1, min(len(os.sched_getaffinity(0)), int(cpu_quota() + 1e-9)))
 
 
 def cpu_quota(root: Path = Path("/")) -> float:
-    """Return how many CPUs' time the control groups of this process grant, at most 1,000,000.
+    """Return the number of CPUs that the control groups of this process allow, at most 1,000,000.
 
-    Every group above this process's own limits it too. Version 2 has `cpu.max`, version 1 a quota
-    and a period. What cannot be read limits nothing.
+    Parent groups limit the process too. Version 2 has `cpu.max`, version 1 a quota and a period.
+    Files that cannot be read set no limit.
 
     Args:
-        root: of the file system.
+        root: root of the file system.
     """
     found, groups = _UNLIMITED, root / "sys" / "fs" / "cgroup"
     try:
@@ -419,7 +414,7 @@ def _quota_of(group: Path) -> float:
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         try:
             quota, period = " ".join((group / name).read_text() for name in names).split()
-            if float(quota) > 0:  # "max" and -1: none
+            if float(quota) > 0:  # "max" and -1: no limit
                 return float(quota) / float(period)
         except (OSError, ValueError, ZeroDivisionError):
             continue
@@ -427,7 +422,7 @@ def _quota_of(group: Path) -> float:
 
 
 def count_local_gpus() -> int:
-    """Return how many GPUs torch sees on this machine."""
+    """Return the number of GPUs that torch detects on this machine."""
     import torch
 
     return torch.cuda.device_count()
@@ -435,12 +430,11 @@ def count_local_gpus() -> int:
 
 @contextlib.contextmanager
 def _session_folder() -> Iterator[Path]:
-    """Make a folder for the files of a local session, and remove it with them at the end.
+    """Yield a folder for the files of a local session, and remove it at the end.
 
-    Ray's own place, /tmp/ray, is readable by every user of the machine and is never emptied: a
-    search's number of trials and their scores lay there. What a killed process leaves, the next
-    session removes: folders whose lock nobody holds, and those of single trainings
-    (`dpdist.core.files.temporary_folder`).
+    Ray's default, /tmp/ray, can be read by all users of the machine and is never emptied: it would
+    contain a search's number of trials and scores. Unlocked folders that killed sessions and
+    trainings left (`dpdist.core.files.temporary_folder`) are removed too.
     """
     root = Path(tempfile.gettempdir())
     if len(os.fsencode(root)) > _MAX_ROOT_BYTES:
@@ -458,43 +452,40 @@ def _session_folder() -> Iterator[Path]:
 def secure_staging_folder() -> Path:
     """Return the folder where Ray Train and Tune stage files on this node, closed to other users.
 
-    They stage in Ray's session folder even when `storage_path` is set; a cluster's session folder
-    is readable by all users of the node.
+    They stage files in Ray's session folder even if `storage_path` is set, and all users of a
+    cluster's node can read that folder.
     """
     from ray.train.constants import _get_ray_train_session_dir
 
     folder = Path(_get_ray_train_session_dir())
-    with contextlib.suppress(OSError):  # of another user's session
+    with contextlib.suppress(OSError):  # in the session of a different user
         folder.mkdir(mode=0o700, exist_ok=True)
         folder.chmod(0o700)
     return folder
 
 
 def _start(address: str | None, options: dict[str, Any]) -> None:
-    """Start Ray. A command that handles SIGTERM in its own way keeps its handler.
+    """Start Ray, and keep the command's own handler of SIGTERM.
 
-    Ray's handlers exit without a word while it starts, and abort with a stack trace later.
+    Ray's handlers exit without a message while it starts, and abort with a stack trace later.
     """
     import ray
 
     ending = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(**options)
-    except Exception as error:  # Ray raises a bare Exception when its own start takes too long
-        where = f"RAY_ADDRESS={address}" if address else "a new local session"
-        instead = (
-            "try again"
-            if address
-            else "try again, or set DPDIST_EXECUTOR=local, which needs no Ray"
-        )
-        raise ClusterError(f"no Ray cluster at {where}: {error_text(error)}; {instead}") from error
+    except Exception as error:  # Ray raises a bare Exception if its start takes too long
+        where = f"connect to RAY_ADDRESS={address}" if address else "start a local session"
+        cure = "" if address else ", or set DPDIST_EXECUTOR=local, which needs no Ray"
+        text = f"Ray cannot {where}: {error_text(error)}; try again{cure}"
+        raise ClusterError(text) from error
     except SystemExit:
         if callable(ending):
             ending(signal.SIGTERM, None)
         raise
     finally:
         if callable(ending):
-            with contextlib.suppress(ValueError):  # a thread other than the first may not
+            with contextlib.suppress(ValueError):  # only the main thread may set it
                 signal.signal(signal.SIGTERM, ending)
 
 
@@ -508,7 +499,7 @@ def _options(
     if address is not None:
         return options | {"address": address}
     return options | {
-        "address": "local",  # never somebody else's session on this machine
+        "address": "local",  # never an existing session on this machine
         "num_cpus": cpus or count_local_cpus(),
         "include_dashboard": False,
         "_node_ip_address": "127.0.0.1",
@@ -516,7 +507,7 @@ def _options(
 
 
 def reload_ray_environment() -> None:
-    """Make Ray read its mode, token and interfaces again, as it does when it is imported."""
+    """Let Ray read its mode, token and interfaces from the environment again."""
     from ray._common.utils import env_bool
     from ray._private import auto_init_hook, ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
@@ -528,12 +519,12 @@ def reload_ray_environment() -> None:
 
 
 def is_elastic() -> bool:
-    """Return whether hosts may join: not in a session on this machine alone."""
+    """Return whether hosts may join, which they cannot in a local session."""
     return os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
 
 
 def describe_session(address: str | None = None) -> Session:
-    """Return the open session. address: of its cluster; None for the one that RAY_ADDRESS names."""
+    """Return the open session. address: its cluster; None for the one in RAY_ADDRESS."""
     import ray
 
     if address is None and is_elastic():
@@ -544,7 +535,7 @@ def describe_session(address: str | None = None) -> Session:
 
 
 def _check_reachable(address: str) -> None:
-    """Fail in seconds with a clear word, where Ray would retry for minutes."""
+    """Raise ClusterError within seconds if nothing answers; Ray would retry for minutes."""
     if address == "auto":
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -554,23 +545,22 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
     except OSError as error:
         raise ClusterError(
-            f"no Ray cluster at RAY_ADDRESS={address}: {error}; start one with `ray up`, or unset "
-            "RAY_ADDRESS "
-            "to use this machine",
+            f"RAY_ADDRESS={address}: no Ray cluster answers: {error}; start one with `ray up`, or "
+            "unset RAY_ADDRESS to use this machine",
             see="how-to/cluster.md#where-work-runs",
         ) from error
 
 
 class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
-        """Drop Ray's messages on a full disk; logging would print a traceback for each line."""
+        """Drop Ray's messages if the disk is full; logging would print a traceback per line."""
 
 
 def _add_log_handler(log_file: Path | None) -> logging.Handler:
-    """Return the handler that takes Ray's messages, installed after `ray.init`.
+    """Install and return the handler of Ray's messages, after `ray.init`.
 
-    `ray.init` takes all handlers away. Without one, Python's own would print warnings and
-    errors, tracebacks of lost workers among them.
+    `ray.init` removes all handlers. Without one, Python would print warnings and errors, such as
+    tracebacks of lost workers.
     """
     logger = logging.getLogger("ray")
     logger.propagate = False

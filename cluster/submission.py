@@ -1,8 +1,8 @@
-"""Submit jobs to a running cluster through Ray's job server: pack, submit, follow, stop, collect.
+"""Submit jobs to a running cluster through Ray's job server: pack, submit, follow and stop.
 
-The server listens on the head's loopback interface only; an SSH tunnel (`ray dashboard
-cluster.yaml`) brings it to this machine, and every request carries the cluster's token. Packed are
-code and recipes of a working directory, never data, runs or secrets.
+The server listens only on the head's loopback interface; an SSH tunnel (`ray dashboard
+cluster.yaml`) makes it available on this machine, and every request has the cluster's token. The
+package has code and recipes of a working directory, and never data, runs or secrets.
 """
 
 from __future__ import annotations
@@ -25,23 +25,27 @@ if TYPE_CHECKING:
 
 
 MAX_PACKAGE_BYTES = 50 * 2**20
-# What every host has installed, or needs not: left at home from a checkout.
+# Folders of a checkout that every host has installed, or does not need.
 _CHECKOUT_FOLDERS = ("cluster", "dpdist", "tuning", "tests", "docs", "benchmarks")
 _FOLDERS = frozenset({"runs", "private", "data", "fetched", "build", "dist", "node_modules"})
-# Code and recipes. All else travels only when it is named: a picture or a table may be a record.
+# Code and recipes. Other files are sent only if they are named: an image or a table may be a
+# record.
 _INCLUDED_SUFFIXES = frozenset({
     ".py", ".pyi", ".pyx", ".pxd", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".sh",
     ".yaml", ".yml", ".toml", ".cfg", ".ini", ".md", ".rst",
 })  # fmt: skip
 _NAMES = ("requirements*.txt", "constraints*.txt", "Makefile", "Dockerfile", "LICENSE*")
-# Never, even where named.
+# Never sent, even if named.
 _SECRETS = (".pem", ".key", ".p12", ".pfx", ".jks", ".keystore", ".kdbx")
 
 
 @dataclass(frozen=True)
 class Package:
-    """folder holds copies of `files` (relative paths), `size` bytes in all. excluded: what does not
-    travel, files and whole folders (with a slash)."""
+    """A packed working directory.
+
+    folder: has copies of `files` (relative paths), `size` bytes in total. excluded: files and whole
+    folders (with a slash) that are not sent.
+    """
 
     folder: Path
     files: tuple[Path, ...]
@@ -51,11 +55,11 @@ class Package:
 
 @dataclass(frozen=True)
 class PackageSpec:
-    """Choose the files of a directory that are sent to a cluster.
+    """The choice of files in a directory that are sent to a cluster.
 
-    source: the directory. included: files and folders in it that the user wants to travel, whatever
-    their endings. recipe_files: those that the recipe reads, such as public weights. excluded:
-    folders and files that never travel, with all below: data, budgets, archives.
+    source: the directory. included: files and folders in it that the user names, with any suffix.
+    recipe_files: files that the recipe reads, such as public weights. excluded: folders and files
+    that are never sent: data, budgets, archives.
     """
 
     source: Path
@@ -64,13 +68,13 @@ class PackageSpec:
     excluded: tuple[Path, ...] = ()
 
     def select_files(self) -> tuple[list[Path], list[str]]:
-        """Return the files that travel, relative and sorted, and what is left at home.
+        """Return the sorted relative paths of files that are sent, and of those that are not.
 
-        Never: what is hidden (.git, .venv, .env, .ssh), folders named runs, private, data, fetched,
-        build or dist, any folder with a pyvenv.cfg or a run.json, keys, links, what is closed, and
-        our own packages of a checkout. Of the rest, code and recipes by their endings, and what is
-        named. Raises ClusterError where something named never travels, and where a file or folder
-        of the user's is named dpdist.
+        Hidden files (.git, .venv, .env, .ssh), folders named runs, private, data, fetched, build or
+        dist, folders with a pyvenv.cfg or a run.json, keys, links, `excluded`, and dpdist's own
+        folders in a checkout are never sent. Of the rest, code and recipes are sent by their
+        suffixes, and named files. Raises ClusterError if a named file is never sent, or a file or
+        folder of the user is named dpdist.
         """
         source = self.source
         checkout = (source / "dpdist" / "runs" / "recipe.py").is_file()
@@ -78,8 +82,8 @@ class PackageSpec:
             for path in (source / "dpdist", source / "dpdist.py"):
                 if path.exists():
                     raise ClusterError(
-                        f"{path}: would hide the package 'dpdist' from the workers; rename it, or "
-                        "submit from another directory"
+                        f"{path}: must have a different name than the package 'dpdist', which it "
+                        "would hide from the workers; rename it, or submit from a different folder"
                     )
         found, left = list[Path](), list[str]()
         for folder, folders, files in os.walk(source):
@@ -100,7 +104,7 @@ class PackageSpec:
         return sorted(found), sorted(left)
 
     def _may_be_sent(self, path: Path, own_packages: Sequence[str] = ()) -> bool:
-        """Return whether a file, or anything in a folder, may travel at all."""
+        """Return whether a file, or the content of a folder, may be sent."""
         name = path.name
         if name.startswith(".") or path.is_symlink() or self._is_excluded(path):
             return False
@@ -111,7 +115,7 @@ class PackageSpec:
         return not (known or made or name in own_packages)
 
     def _is_excluded(self, path: Path) -> bool:
-        """Return whether a path is, or lies in, what is closed."""
+        """Return whether a path is excluded, or in an excluded folder."""
         return any(path == each or each in path.parents for each in self.excluded)
 
     def _is_selected(self, path: Path) -> bool:
@@ -122,28 +126,28 @@ class PackageSpec:
         return any(path == each or each in path.parents for each in meant)
 
     def _check_included(self, found: Sequence[Path]) -> None:
-        """Raise ClusterError for something named of which nothing travels."""
+        """Raise ClusterError for a named file or folder of which nothing is sent."""
+        sent = [self.source / path for path in found]
         for each in self.included:
-            if not any(each == self.source / path or each in (self.source / path).parents
-                       for path in found):  # fmt: skip
+            if not any(each == path or each in path.parents for path in sent):
                 raise ClusterError(
                     f"--send {each}: must be a file or folder of {self.source} that may be sent; "
-                    "data, budgets, runs, keys, links and hidden files never are"
+                    "data, budgets, runs, keys, links and hidden files are never sent"
                 )
 
 
 def excluded_paths(
     settings: Any, working_directory: Path, root: Path | None = None
 ) -> tuple[Path, ...]:
-    """Return the files and folders that a recipe's settings name and that are never sent.
+    """Return the files and folders in a recipe's settings that must never be sent.
 
-    Each `root` of data, where it does not hold `working_directory` itself, and the data set below
-    it; each `budget`; an `archive` that is a folder.
+    They are each `root` of data, unless it contains `working_directory`, and the data set in it;
+    each `budget`; and an `archive` that is a folder.
 
     Args:
         settings: a recipe as plain data.
         working_directory: the directory that is sent, and that relative paths are relative to.
-        root: of data sections that have none of their own.
+        root: the root of data sections without their own.
     """
     if isinstance(settings, list | tuple):
         return tuple(
@@ -164,7 +168,7 @@ def excluded_paths(
     archive = settings.get("archive")
     if isinstance(archive, str) and archive.startswith("file://"):
         found.append(Path(archive.removeprefix("file://")).resolve())
-    own = settings.get("data")  # the recipe's own data: their root is that of all others
+    own = settings.get("data")  # the recipe's data: their root is the default of all others
     if isinstance(own, dict) and own.get("root") is not None:
         root = (working_directory / own["root"]).resolve()
     found += [
@@ -174,9 +178,9 @@ def excluded_paths(
 
 
 def pack(spec: PackageSpec, target: Path, limit: int = MAX_PACKAGE_BYTES) -> Package:
-    """Copy what travels into the new folder `target`.
+    """Copy the files to send into the new folder `target`, and return the package.
 
-    Raises ClusterError as `PackageSpec.select_files`, and above `limit` bytes, naming the largest
+    Raises ClusterError as `PackageSpec.select_files`, and above `limit` bytes, with the largest
     files.
     """
     source = spec.source
@@ -187,9 +191,9 @@ def pack(spec: PackageSpec, target: Path, limit: int = MAX_PACKAGE_BYTES) -> Pac
         largest = sorted(files, key=lambda path: -sizes[path])[:3]
         named = ", ".join(f"{path} ({sizes[path] / 2**20:.0f} MiB)" for path in largest)
         raise ClusterError(
-            f"{source}: {total / 2**20:.0f} MiB would be sent to the cluster, the limit is "
-            f"{limit / 2**20:.0f}; largest: {named}. Data belong on the shared storage; submit "
-            "from a directory that holds code and recipes only",
+            f"{source}: must have at most {limit / 2**20:.0f} MiB to send, got "
+            f"{total / 2**20:.0f} MiB; largest: {named}. Put data on the shared storage, and "
+            "submit from a folder with only code and recipes",
             see="how-to/cluster.md#submit-follow-fetch",
         )
     target.mkdir(parents=True)
@@ -204,19 +208,21 @@ def pack(spec: PackageSpec, target: Path, limit: int = MAX_PACKAGE_BYTES) -> Pac
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 _POLL = 1.0  # seconds
-_MAX_SILENCE_SECONDS = 300.0  # seconds without any answer before following gives up
+_MAX_SILENCE_SECONDS = 300.0  # without an answer, before following ends
 
 
 class JobClient:
     """The jobs of the cluster whose job server answers at `address` (http://HOST:PORT).
 
-    Raises ClusterError when nothing answers there or the token is refused.
+    Raises ClusterError if nothing answers or the token is not accepted.
     """
 
     def __init__(self, address: str | None = None) -> None:
         self.address = address or os.environ.get("RAY_API_SERVER_ADDRESS") or DEFAULT_ADDRESS
         if not self.address.startswith(("http://", "https://")):
-            raise ClusterError(f"RAY_API_SERVER_ADDRESS: {self.address}: must be http://HOST:PORT")
+            raise ClusterError(
+                f"RAY_API_SERVER_ADDRESS: must be http://HOST:PORT, got {self.address}"
+            )
         _enable_token_authentication()
         from ray.job_submission import JobSubmissionClient
 
@@ -230,13 +236,13 @@ class JobClient:
             return action()
         except AuthenticationError as error:
             raise ClusterError(
-                f"{self.address}: the cluster refuses this machine's token: use the token the "
+                f"{self.address}: the cluster refuses this machine's token; use the token that the "
                 "cluster was started with (~/.ray/auth_token, or RAY_AUTH_TOKEN_PATH)",
                 see="how-to/cluster.md#what-every-cluster-needs",
             ) from error
         except (ConnectionError, RequestException) as error:
             raise _ServerUnreachableError(
-                f"no cluster answers at {self.address}; open the tunnel first, with `ray dashboard "
+                f"{self.address}: no cluster answers; open the tunnel first, with `ray dashboard "
                 "cluster.yaml` or `ssh -N -L 8265:127.0.0.1:8265 HEAD`",
                 see="how-to/cluster.md#submit-follow-fetch",
             ) from error
@@ -244,21 +250,29 @@ class JobClient:
             raise ClusterError(f"{self.address}: {_last_line(error)}") from error
 
     def submit(
-        self, name: str, entrypoint: str, *, working_dir: Path | None = None,
+        self,
+        name: str,
+        entrypoint: str,
+        *,
+        working_dir: Path | None = None,
         metadata: dict[str, str] | None = None,
-    ) -> None:  # fmt: skip
-        """Start `entrypoint` (a shell command) on the head as job `name`, with a copy of
-        `working_dir` as its directory on every host."""
+    ) -> None:
+        """Start a shell command on the head as job `name`.
+
+        A copy of `working_dir` is its directory on every host.
+        """
         environment = {} if working_dir is None else {"working_dir": str(working_dir)}
         self._call(
             lambda: self._client.submit_job(
-                entrypoint=entrypoint, submission_id=name, runtime_env=environment,
+                entrypoint=entrypoint,
+                submission_id=name,
+                runtime_env=environment,
                 metadata=dict(metadata or {}),
             )
-        )  # fmt: skip
+        )
 
     def get_job(self, name: str) -> JobDetails:
-        """Return what Ray says of a job. Raises ClusterError when there is none of that name."""
+        """Return Ray's description of a job. Raises ClusterError if there is no such job."""
         try:
             found: JobDetails = self._call(lambda: self._client.get_job_info(name))
             return found
@@ -270,23 +284,23 @@ class JobClient:
             raise
 
     def list_jobs(self) -> list[JobDetails]:
-        """All submitted jobs, the newest first."""
+        """Return all submitted jobs, the newest first."""
         found = [job for job in self._call(self._client.list_jobs) if job.submission_id]
         return sorted(found, key=lambda job: -(job.start_time or 0))
 
     def read_log(self, name: str) -> str:
-        """All that the job has printed so far."""
+        """Return the output of a job so far."""
         return self._call(lambda: self._client.get_job_logs(name)) or ""
 
     def stop(self, name: str) -> bool:
-        """Ask a job to end (it gets SIGTERM); False when it had ended."""
+        """Ask a job to end by SIGTERM; return False if it has already ended."""
         self.get_job(name)
         return bool(self._call(lambda: self._client.stop_job(name)))
 
     def follow(self, name: str, write: Callable[[str], None]) -> JobDetails:
-        """Hand what the job prints to `write` until it has ended; returns its last state.
+        """Pass the output of a job to `write` until it ends; return its last state.
 
-        Survives interruptions of the tunnel of up to five minutes. Raises ClusterError beyond.
+        Raises ClusterError if the server does not answer for five minutes.
         """
         shown, silent_since = 0, None
         while True:
@@ -313,13 +327,13 @@ class _ServerUnreachableError(ClusterError):
 
 
 def _last_line(error: BaseException) -> str:
-    """The last line of a server's traceback."""
+    """Return the last line of a server's traceback."""
     lines = [line for line in str(error).replace("\\n", "\n").splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(error).__name__
 
 
 def _enable_token_authentication() -> None:
-    """Send the token whenever this machine has one: Ray only does when the mode is set."""
+    """Let Ray send this machine's token, if there is one: it does only if the mode is set."""
     has_file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
     if "RAY_AUTH_MODE" not in os.environ and ("RAY_AUTH_TOKEN" in os.environ or has_file.exists()):
         os.environ["RAY_AUTH_MODE"] = "token"

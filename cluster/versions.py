@@ -1,7 +1,7 @@
 """Check that all workers run the driver's code and versions.
 
-A user's own dpdist.py in the working directory would shadow the package in workers only, and a
-host may have another version installed.
+A user's own dpdist.py in the working directory would hide the package in workers only, and a host
+may have a different version installed.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ LIBRARIES = ("torch", "ray", "numpy", "scipy", "dp-accounting", "transformers", 
 
 @cache
 def package_fingerprints(packages: tuple[str, ...]) -> dict[str, str]:
-    """Return the versions of this process: of package sources, by digest, and of libraries.
+    """Return "path:digest of its Python sources" by package, and the version by library.
 
-    Package name to "path:digest of its Python sources", library name to version. Read once: the
-    process has loaded the files of that time, not those that replace them later.
+    They are read once, since a process keeps the files that it has loaded.
     """
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in packages:
         module = importlib.import_module(name)
         if module.__file__ is None:
-            raise ClusterError(f"package {name!r} has no __init__.py; another folder of that name?")
+            raise ClusterError(f"package {name!r} has no __init__.py; rename other such folders")
         folder = Path(module.__file__).parent
         digest = hashlib.blake2b(digest_size=8)
-        for file in _python_files(folder):
+        # Links in a checkout lead to sources that are folders in a wheel.
+        walk = os.walk(folder, followlinks=True)
+        sources = sorted(Path(at, n) for at, _, names in walk for n in names if n.endswith(".py"))
+        for file in sources:
             digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())
         found[name] = f"{folder}:{digest.hexdigest()}"
     for library in LIBRARIES:
@@ -47,48 +49,36 @@ def package_fingerprints(packages: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def _python_files(folder: Path) -> list[Path]:
-    """Return the Python sources, those that links in a checkout lead to included.
-
-    A wheel holds these as folders.
-    """
-    walk = os.walk(folder, followlinks=True)
-    return sorted(Path(at, n) for at, _, names in walk for n in names if n.endswith(".py"))
-
-
 def code_digest(packages: Sequence[str]) -> str:
-    """One digest for code and library versions, wherever they are installed."""
+    """Return one digest of code and library versions, which does not depend on their paths."""
     found = package_fingerprints(tuple(packages))
     parts = [f"{name}={found[name].rpartition(':')[2]}" for name in sorted(found)]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 
 def check_same_versions(driver: dict[str, str], packages: Sequence[str], context: str) -> None:
-    """Raise ClusterError in a worker whose packages differ from the driver's fingerprint.
+    """Raise ClusterError in a worker whose sources or versions differ from the driver's.
 
-    The place of installation may differ between hosts; the sources and versions may not.
+    Their paths may differ.
     """
     here = package_fingerprints(tuple(packages))
     for name, expected in driver.items():
         if here.get(name, "missing").rpartition(":")[2] != expected.rpartition(":")[2]:
             raise ClusterError(
-                f"{context}: {name} is {here.get(name, 'missing')}, on the driver it is "
-                f"{expected}; install the same version on every host, and keep no file or folder "
-                "named dpdist in the directory the command is started from",
+                f"{context}: {name}: must be {expected}, as on the driver, got "
+                f"{here.get(name, 'missing')}; install the same version on every host, and remove "
+                "files and folders named dpdist from the folder in which the command starts",
                 see="how-to/cluster.md#what-every-cluster-needs",
             )
 
 
 def check_nodes(packages: Sequence[str], shared_folder: Path) -> None:
-    """Check on every live node the driver's packages, and the driver's files under `shared_folder`.
-
-    Raises ClusterError naming the node that differs.
-    """
+    """Raise ClusterError if a live node has different packages, or does not see `shared_folder`."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     driver = package_fingerprints(tuple(packages))
-    # Called like a file that is being written: a killed command's goes with the next one.
+    # Named like a partial file, so that the next command removes that of a killed one.
     token = shared_folder / f".seen.{os.getpid()}-{secrets.token_hex(4)}"
     token.write_bytes(secrets.token_bytes(16))
     check = ray.remote(num_cpus=0)(_check_node)
@@ -106,7 +96,7 @@ def check_nodes(packages: Sequence[str], shared_folder: Path) -> None:
             raise ClusterError(str(error.cause)) from error
         raise ClusterError(f"a node cannot run dpdist: {error.cause}") from error
     except ray.exceptions.GetTimeoutError as error:
-        raise ClusterError("a node did not answer within 120 s") from error
+        raise ClusterError("a node did not answer within 120 s; check its Ray processes") from error
     finally:
         token.unlink()
 
@@ -121,17 +111,17 @@ def _check_node(
         seen = b""
     if seen != content:
         raise ClusterError(
-            f"{context} does not see the run folder {token.parent}: put runs on storage that all "
+            f"{context}: does not see the run folder {token.parent}; put runs on storage that all "
             "hosts share (--runs)",
             see="how-to/cluster.md#what-every-cluster-needs",
         )
 
 
-# --- what else the bits depend on -------------------------------------------------------------
+# --- settings of torch ------------------------------------------------------------------------
 
 
-# Settings of torch.backends that change bits, as a new process has them; the whole before its
-# parts.
+# Settings of torch.backends that affect results, with the values of a new process; a whole comes
+# before its parts.
 NEW_BACKENDS: dict[str, dict[str, Any]] = {
     "": {"fp32_precision": "none"},
     "mkldnn": {"enabled": True, "deterministic": False, "fp32_precision": "none"},
@@ -146,8 +136,7 @@ NEW_BACKENDS: dict[str, dict[str, Any]] = {
 
 
 def backend_setting(name: str, key: str) -> Any:
-    """Return a setting of `NEW_BACKENDS` as it is now; None where its parts differ, and torch
-    refuses to name one."""
+    """Return the current value of a setting of `NEW_BACKENDS`; None if its parts differ."""
     try:
         return getattr(_backend(name), key)
     except RuntimeError:
@@ -155,7 +144,7 @@ def backend_setting(name: str, key: str) -> Any:
 
 
 def set_backend(name: str, key: str, value: Any) -> None:
-    """Set a setting of `NEW_BACKENDS`, unless it is so: to set a whole would set its parts."""
+    """Set a setting of `NEW_BACKENDS` if it differs, since setting a whole sets its parts."""
     if backend_setting(name, key) != value:
         setattr(_backend(name), key, value)
 
@@ -170,7 +159,7 @@ def _backend(name: str) -> Any:
 
 
 def torch_settings() -> list[Any]:
-    """Return what a program may set in torch that changes the bits of what it computes."""
+    """Return the settings of torch that a program may change and that affect results."""
     import torch
 
     from dpdist.core.torch_settings import DETERMINISTIC

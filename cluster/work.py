@@ -1,6 +1,6 @@
-"""Describe work for an executor: chunks of a job, a group of training workers, a search's trials.
+"""Describe work for an executor (`dpdist.cluster.executor`).
 
-`dpdist.cluster.executor` says where such work runs.
+Work is the chunks of a job, a group of training workers, or the trials of a search.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dpdist.core.errors import ClusterError
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of work. Lower ``priority`` first; ``key`` is unique and names it in messages."""
+    """A piece of work. key: unique name. priority: chunks with smaller values run first."""
 
     key: str
     payload: Any
@@ -23,20 +23,20 @@ class Chunk:
 
 
 def in_order(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-    """Yield chunks in the order of work: a sequence by priority, a stream as it comes."""
+    """Yield the chunks of a sequence by priority, and those of any other iterable in its order."""
     by_priority = isinstance(chunks, Sequence)
     return iter(sorted(chunks, key=lambda chunk: chunk.priority) if by_priority else chunks)
 
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """How many workers do the chunks of a job, and what each of them holds.
+    """The number and the resources of the workers of a job.
 
     Args:
-        actors: None uses the whole cluster and grows with it.
-        num_gpus: of each worker, beside one CPU.
-        stall_seconds: an actor that has returned nothing for this long, and for 20 median chunks,
-            is replaced.
+        actors: number of workers; None uses the whole cluster and grows with it.
+        num_gpus: GPUs per worker, in addition to one CPU.
+        stall_seconds: an actor without a result for this time, and for 20 median chunks, is
+            replaced.
     """
 
     actors: int | None = None
@@ -45,22 +45,22 @@ class PoolSettings:
 
     def __post_init__(self) -> None:
         if self.actors is not None and self.actors < 1:
-            raise ClusterError(f"actors: must be at least 1, got {self.actors}")
+            raise ClusterError(f"actors: must be >= 1, got {self.actors}")
 
 
 @dataclass(frozen=True)
 class ChunkJob:
-    """Chunks, each of which is done by one of several workers.
+    """Chunks of work for a pool of workers.
 
     Args:
         make_worker: called as make_worker(shared), once in each worker; returns the function of a
-            payload, whose result depends on shared and payload alone.
-        shared: given to every worker.
-        chunks: a sequence is worked off by priority; any other iterable in its own order, and it is
-            read only a little ahead, so that a million chunks need no memory.
-        on_result: keeps a result; called as on_result(key, result) where the job was begun, once
-            per chunk.
-        settings: the number of workers and what each holds.
+            payload, whose result depends only on shared and payload.
+        shared: a value for every worker.
+        chunks: a sequence is run by priority; any other iterable in its own order, and it is read
+            only shortly ahead, so that many chunks need little memory.
+        on_result: called as on_result(key, result) in the process that started the job, once per
+            chunk.
+        settings: the number and the resources of workers.
     """
 
     make_worker: Callable[..., Callable[[Any], Any]]
@@ -74,10 +74,10 @@ class ChunkJob:
 class WorkerPlace:
     """The place of one training worker in its group.
 
-    rank: from 0 to world_size - 1. device: as torch names it, "cpu" or "cuda:0". in_process:
-    whether the worker is the process that started the group, to which it may raise its errors.
-    host_leaves: asks Ray whether it takes a host away from the group; a barrier, so that all
-    workers call it equally often and hear the same. None where nobody would say so.
+    rank: from 0 to world_size - 1. device: torch's name, "cpu" or "cuda:0". in_process: whether the
+    worker is the process that started the group, so that it may raise its errors. host_leaves:
+    returns whether Ray announced the pre-emption of a host of the group; a barrier, so all workers
+    must call it equally often. None without such announcements.
     """
 
     rank: int
@@ -87,7 +87,7 @@ class WorkerPlace:
     host_leaves: Callable[[], bool] | None = None
 
 
-MAX_PREEMPTIONS = 100  # of one command's training: then its cluster is no place to train
+MAX_PREEMPTIONS = 100  # during the training of one command
 
 
 @dataclass(frozen=True)
@@ -96,15 +96,14 @@ class WorkerGroup:
 
     Args:
         work: the function of one worker.
-        argument: given to every worker.
-        workers: their number, or the least and the most of a group that grows and shrinks.
-        cpus, gpus: of each worker.
-        storage: a private folder that all hosts see, for what Ray Train writes.
-        torch_config: makes Ray Train's configuration of torch; called where Ray is used.
-        max_restarts: how often Ray Train starts the group again after it failed.
-        callbacks: of Ray's run configuration.
-        log: a private file that takes all that the workers print. With it no worker is the process
-            that started the group: each has a new one.
+        argument: a value for every worker.
+        workers: their number, or smallest and largest number of a group that grows and shrinks.
+        cpus, gpus: per worker.
+        storage: a private folder that all hosts see, for files of Ray Train.
+        torch_config: returns Ray Train's configuration of torch; called if Ray is used.
+        max_restarts: number of times that Ray Train restarts a failed group.
+        callbacks: those of Ray's run configuration.
+        log: a private file for the workers' output. With it, every worker is a new process.
     """
 
     work: Callable[[Any, WorkerPlace], None]
@@ -125,7 +124,7 @@ class WorkerGroup:
 
 
 class WorkersFailedError(Exception):
-    """The workers of a group failed for good; the message is what they left."""
+    """The workers of a group failed permanently; the message is that of their error."""
 
 
 ReportMetrics = Callable[[dict[str, Any]], None]
@@ -133,17 +132,17 @@ ReportMetrics = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class TrialPass:
-    """One pass over the trials of a search; finished ones only report again.
+    """One pass over the trials of a search, in which finished trials only report again.
 
     Args:
-        run: run(number, report) brings a trial to its end and reports its metrics.
+        run: run(number, report) finishes a trial and reports its metrics.
         count: number of trials.
-        make_searcher: makes Ray Tune's searcher, which hands out {"trial": number}.
-        make_scheduler: makes Ray Tune's scheduler; None where every trial runs to its end.
-        concurrent: trials at the same time, at most.
-        resources: of Ray that each trial holds.
-        storage: a private folder that all hosts see, for what Ray Tune writes.
-        name: of the pass, within `storage`.
+        make_searcher: returns Ray Tune's searcher, which suggests {"trial": number}.
+        make_scheduler: returns Ray Tune's scheduler; None if every trial runs to its end.
+        concurrent: largest number of trials at the same time.
+        resources: Ray's resources per trial.
+        storage: a private folder that all hosts see, for files of Ray Tune.
+        name: name of the pass in `storage`.
     """
 
     run: Callable[[int, ReportMetrics], None]
@@ -158,7 +157,7 @@ class TrialPass:
 
 @dataclass(frozen=True)
 class Host:
-    """Resources of one live host."""
+    """The resources of one live host."""
 
     cpus: float
     gpus: float

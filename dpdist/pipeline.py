@@ -1,6 +1,6 @@
 """Run the stages of a recipe in order: train, evaluate, certify, report.
 
-Each stage is skipped when its results are already in the run folder.
+Each stage is skipped if its results are already in the run folder.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def run(
 ) -> RunFolder:
     """Run every stage that a recipe asks for: train, evaluate, certify, report.
 
-    A stage whose results are already in the run's folder is not repeated, so the same call
-    continues a run that was interrupted.
+    A stage whose results are already in the run's folder is not repeated, so the same call resumes
+    an interrupted run.
 
     Args:
         recipe: a validated recipe, the path or name of one, or its keys and values as a dict.
@@ -69,8 +69,8 @@ def run(
         data_root: the folder of data sets that the recipe names.
         changes: new values by dotted key, as in {"training.batch_size": 512}.
         context: first words of error messages; None for the recipe's path.
-        executor: where it runs: "local" in this process, "ray" in a session of Ray, None by the
-            size of each stage (`dpdist.cluster.executor`). No bit of the results depends on it.
+        executor: "local" runs it in this process, "ray" in a session of Ray, and None chooses by
+            the size of each stage (`dpdist.cluster.executor`). It does not affect the results.
 
     Returns:
         The `RunFolder` of the finished run: `dpdist.load_results` reads its guarantee and accuracy,
@@ -114,7 +114,7 @@ def train_only(
     context: str = "recipe",
     executor: ExecutorName | None = None,
 ) -> RunFolder:
-    """Train a recipe as it stands, without a search, and measure its accuracy. Raises as `run`."""
+    """Train a recipe without a search, and measure its accuracy. Raises as `run`."""
     trained = _train_and_evaluate(recipe, Path(runs), context, search=False, executor=executor)
     with trained as (_, folder):
         return folder
@@ -127,36 +127,33 @@ def tune(
     context: str = "recipe",
     executor: ExecutorName | None = None,
 ) -> RunFolder:
-    """Run the private search of a recipe alone, and measure the best trial's accuracy.
+    """Run only the private search of a recipe, and measure the best trial's accuracy.
 
-    executor: as in `run`. Raises as `run`, and
-        dpdist.tuning.search.NoModelError.
+    executor: as in `run`. Raises as `run`, and dpdist.tuning.search.NoModelError.
     """
     if recipe.tune is None:
-        raise UserError(
-            f"{context}: tune: is required to search: the space and the distribution of trials"
-        )
+        raise UserError(f"{context}: tune: must be given: the space and the number of trials")
     trained = _train_and_evaluate(recipe, Path(runs), context, search=True, executor=executor)
     with trained as (_, folder):
         return folder
 
 
 def tune_public(recipe: Recipe, *, runs: str | Path, context: str = "recipe") -> Any:
-    """Sweep a recipe by its section tune on public records, by Ray Tune: NOT PRIVATE.
+    """Tune a recipe on public records with Ray Tune, as its section tune says: NOT PRIVATE.
 
-    Guarantee: none. The recipe says `privacy: none`, and every result says NOT PRIVATE. The same
-    call continues after a kill.
+    Guarantee: none. The recipe has `privacy: none`, and every result is labeled NOT PRIVATE. The
+    same call resumes an interrupted sweep.
 
     Args:
-        recipe: with a section tune: its space, number of trials, score, searcher and asha.
-        runs: gets the folder of the sweep, named as the recipe with -public.
-        context: begins complaints.
+        recipe: a recipe with a section tune: space, number of trials, score, searcher and asha.
+        runs: the folder for the sweep's folder, which has the recipe's name with -public.
+        context: first words of error messages.
 
     Returns:
         Ray Tune's ResultGrid.
 
     Raises:
-        UserError: in one line, for a recipe that cannot be swept.
+        UserError: the recipe cannot be tuned this way; one line.
         ClusterError: the cluster failed for good.
     """
     from dpdist.tuning.public import tune_publicly
@@ -180,20 +177,20 @@ def _train_and_evaluate(
 ) -> Iterator[tuple[Recipe, RunFolder]]:
     """Yield the recipe and the trained run with its executor open; then update its archive.
 
-    The recipe it gives has the values that a search chose.
+    The recipe has the values that a search chose.
     """
     folder = RunFolder(runs / recipe.name)
     check_executor_name(executor)
     if executor == "local":
         asha = search and recipe.tune is not None and recipe.tune.asha is not None
         require_one_process(recipe.resources.max_workers, stops_early=asha)
-    # Complaints come before anything is written, the archive is claimed and Ray started.
+    # All checks come before anything is written, the archive is claimed, and Ray is started.
     recipe = statistics_stage(recipe, folder, context, search=search)
     checked = _check_run(recipe, folder, context, search=search)
     if not folder.training_summary.exists():
         require_workers(recipe.resources.min_workers, recipe.resources.cpus_per_worker)
         _require_gpus(recipe)
-    if not folder.recipe_file.exists():  # a name is not taken by a run that its budget refuses
+    if not folder.recipe_file.exists():  # so that a run beyond its budget creates no folder
         checked.check_budget(context)
     work = checked.begin()
     resources = recipe.resources
@@ -219,9 +216,9 @@ def _check_run(
     search: bool,
     pretrain: bool = True,
 ) -> Search | CheckedTraining:
-    """Return the search or training that a run will execute, after every check before it.
+    """Return the search or training of a run after all checks, and after public pre-training.
 
-    Public pre-training is left out, since it is made up for first. Raises UserError.
+    pretrain: False omits the pre-training. Raises UserError.
     """
     refuse_elsewhere(recipe, context)
     if not folder.recipe_file.exists():
@@ -236,7 +233,7 @@ def _check_run(
 
 
 def refuse_elsewhere(recipe: Recipe, where: str) -> None:
-    """Raise UserError for work on the training of a model that was trained elsewhere."""
+    """Raise UserError for training a model that was trained elsewhere."""
     if (why := recipe.method.capabilities.trained_elsewhere) is not None:
         raise UserError(f"{where}: method.name: must be one that trains, got imported: {why}")
 
@@ -244,21 +241,21 @@ def refuse_elsewhere(recipe: Recipe, where: str) -> None:
 def dry_run(
     recipe: Recipe, *, runs: str | Path = "runs", context: str = "recipe"
 ) -> list[tuple[str, str]]:
-    """Return name and value of each planned step of `run`, by the same checks.
+    """Return name and value of the plan of `run`, after the same checks.
 
-    Nothing is written or trained. Where the folder holds a run of another recipe, the plan is that
-    of a new run, and a row says why this name cannot have it. A row says so, too, where this
-    machine has no room for the workers; a cluster may. Raises as `run` does before it begins.
+    Nothing is written or trained. If the folder contains a run of a different recipe, the plan is
+    that of a new run, and a row says why it needs a different name. If this machine has too few
+    resources for the workers, a row says that too. Raises as `run` does before it starts.
     """
     from dpdist.training.estimate import describe_cost
 
     folder = RunFolder(Path(runs) / recipe.name)
     checked = partial(_check_run, recipe, search=recipe.tune is not None, pretrain=False)
-    taken: list[tuple[str, str]] = []
+    warnings: list[tuple[str, str]] = []
     try:
         work = checked(folder, context)
     except DifferentRecipeError as error:
-        taken = [("not under this name", str(error))]
+        warnings = [("not under this name", str(error))]
         with tempfile.TemporaryDirectory() as empty:
             work = checked(RunFolder(Path(empty) / recipe.name), context)
     work.check_budget(context)
@@ -267,26 +264,26 @@ def dry_run(
         if not folder.training_summary.exists():
             require_workers(recipe.resources.min_workers, recipe.resources.cpus_per_worker)
             _require_gpus(recipe)
-    except UserError as error:  # it may run elsewhere, which a plan made here cannot know
-        taken.append(("not on this machine", str(error)))
-    told = [("bought before", each.description) for each in recipe.statistics_phases]
+    except UserError as error:  # it may run on a different machine
+        warnings.append(("not on this machine", str(error)))
+    bought = [("bought before", each.description) for each in recipe.statistics_phases]
     if isinstance(work, Search):
         trial, plan = work.example_trial()
-        return [*taken, *work.describe(), *told, *describe_cost(trial, plan), *units]
+        return [*warnings, *work.describe(), *bought, *describe_cost(trial, plan), *units]
     return [
-        *taken,
+        *warnings,
         ("guarantee", str(work.recipe.guarantee_of(work.plan, work.plan.phases))),
         *_other_runs(work.recipe, folder, work.fingerprint),
-        *told,
+        *bought,
         *describe_cost(work.recipe, work.plan),
         *units,
     ]
 
 
 def _other_runs(recipe: Recipe, folder: RunFolder, fingerprint: str) -> list[tuple[str, str]]:
-    """Return a row of runs beside this one on the same records, unless a budget counts them.
+    """Return a row about other runs on the same records, unless a budget counts them.
 
-    fingerprint: of the training records.
+    fingerprint: that of the training records.
     """
     if recipe.privacy.budget is not None:
         return []
@@ -294,20 +291,20 @@ def _other_runs(recipe: Recipe, folder: RunFolder, fingerprint: str) -> list[tup
     for path in own.parent.glob("*/private/data.json"):
         other = RunFolder(path.parent.parent)
         if other.path.name != own.name and other.ledger.exists():
-            with suppress(UserError):  # what is damaged is told where it is used
+            with suppress(UserError):  # damage is reported where the file is used
                 if read_json(path, {"train": str})["train"] == fingerprint:
                     others.append(other.name)
     if not others:
         return []
     names = ", ".join(sorted(others)[:3]) + (", ..." if len(others) > 3 else "")
-    said = f"{len(others)} trained on these records ({names}): their epsilons add up"
+    text = f"{len(others)} trained on these records ({names}): their epsilons add up"
     if recipe.user_unit is None:
-        said += "; privacy.budget would keep the sum below a ceiling"
-    return [("other runs", said)]
+        text += "; set privacy.budget to keep the sum below a ceiling"
+    return [("other runs", text)]
 
 
 def _require_gpus(recipe: Recipe) -> None:
-    """Raise UserError, before Ray starts, for GPUs that this machine has not."""
+    """Raise UserError, before Ray starts, if this machine has too few GPUs."""
     resources = recipe.resources
     need = resources.min_workers * resources.gpus_per_worker
     require_gpus("resources.gpus_per_worker", "training", need)
@@ -316,7 +313,7 @@ def _require_gpus(recipe: Recipe) -> None:
 
 
 def require_certifying_gpus(recipe: Recipe) -> None:
-    """Raise UserError, before Ray starts, where no certifying actor could have its GPUs."""
+    """Raise UserError, before Ray starts, if a certifying actor cannot get its GPUs."""
     need = recipe.resources.certify_gpus or 0.0
     require_gpus("resources.certify_gpus", "each certifying actor", need)
 
@@ -330,11 +327,9 @@ def run_session(
     """Yield the executor of a command about this run.
 
     Args:
-        folder: the run, in whose log file Ray's messages go, or that file; None drops them.
-        training_cpus: CPUs that processes ask for. A session on this machine claims to have them
-            even when the machine has fewer: replicas of a server then share, which is slower and
-            changes nothing else. Training workers that the machine has no room for were refused
-            before.
+        folder: the run whose log file takes Ray's messages, or a file; None drops them.
+        training_cpus: CPUs that processes request. A session on this machine offers them even if
+            the machine has fewer: processes then share CPUs, which is only slower.
         executor: as in `run`.
     """
     here = count_local_cpus()
@@ -343,10 +338,10 @@ def run_session(
         log = folder.log if isinstance(folder, RunFolder) else folder
         with open_executor(executor, log_file=log, cpus=cpus) as opened:
             if cpus > here and opened.is_local:
-                console.log(f"{cpus} CPUs asked for, this machine has {here}: slower")
+                console.log(f"{cpus} CPUs requested, this machine has {here}: this is slower")
             yield opened
     except KeyboardInterrupt:
-        raise Interrupted("interrupted; the same command continues where it stopped") from None
+        raise Interrupted("interrupted; repeat the command to resume") from None
 
 
 def archive_stage(folder: RunFolder) -> None:
@@ -358,7 +353,7 @@ def archive_stage(folder: RunFolder) -> None:
 
 
 def pretrain_stage(recipe: Recipe, context: str) -> None:
-    """Run the recipe's public pre-training, when it has one and its folder is not there yet."""
+    """Run the recipe's public pre-training, if it has one and its folder does not exist."""
     if recipe.public is None or recipe.model.pretrained_part is None:
         return
     if recipe.model.pretrained_part[1].folder.exists():
@@ -373,23 +368,21 @@ def pretrain_stage(recipe: Recipe, context: str) -> None:
 def statistics_stage(
     recipe: Recipe, folder: RunFolder, context: str, *, search: bool = False
 ) -> Recipe:
-    """Return a recipe with the constants of its bought columns, bought unless the run has them.
+    """Return a recipe with the constants of its bought columns, buying them for a new run.
 
-    All that can be checked before is. Raises UserError as a run of the recipe does.
+    All other checks come first. Raises UserError as a run of the recipe does.
     """
     if recipe.statistics is None:
         return recipe
     if folder.recipe_file.exists():
-        begun = folder.read_recipe()
-        if folder.search_recipe_file.exists():
-            begun = folder.read_search_recipe()
-        known = begun.statistics
+        searched = folder.search_recipe_file.exists()
+        known = (folder.read_search_recipe() if searched else folder.read_recipe()).statistics
         return recipe if known is None else recipe.with_constants(known.constants)
     if recipe.statistics.constants:
         raise UserError(
-            f"{context}: statistics.constants: must be left out in a new run, with range and "
-            "missing of these columns under data.columns.preprocessing: they were bought for "
-            "another run, whose cost this one does not count"
+            f"{context}: statistics.constants: must be left out in a new run, and so must range "
+            "and missing of these columns under data.columns.preprocessing: they were bought for "
+            "a different run, which epsilon of this run does not cover"
         )
     _check_run(recipe, folder, context, search=search)
     from dpdist.training.statistics import buy_for_recipe, statistics_folder
@@ -405,7 +398,7 @@ def train_stage(job: TrainJob, executor: Executor) -> None:
     folder = job.folder
     if folder.training_summary.exists():
         train(job, executor)  # settles a budget that a crash left open
-        console.log(f"training: finished before ({folder.training_summary})")
+        console.log(f"training: already finished ({folder.training_summary})")
         return
     place = place_training(job, executor)
     done = job.recipe.guarantee_of(job.plan, job.plan.phases)
@@ -416,43 +409,40 @@ def train_stage(job: TrainJob, executor: Executor) -> None:
     console.log(f"training: {work}, {place}")
     console.log(f"training: when done, {done.row.text}")
     trained_on = read_json(folder.data_fingerprint, {"train": str})["train"]
-    for name, said in _other_runs(job.recipe, folder, trained_on):
-        console.log(f"training: {name}: {said}")
+    for name, text in _other_runs(job.recipe, folder, trained_on):
+        console.log(f"training: {name}: {text}")
     with console.progress("training", "steps" if job.plan.steps else "models") as show:
         train(job, place, show, console.log)
 
 
 def search_stage(search: Search, executor: Executor) -> None:
-    """Run a private search; the folder then holds its best trial."""
+    """Run a private search; the folder then contains its best trial."""
     if search.run_folder.training_summary.exists():
         search.run(executor)
-        console.log(f"search: finished before ({search.run_folder.model_folder})")
+        console.log(f"search: already finished ({search.run_folder.model_folder})")
         return
     place = executor.place(False)
     console.log(f"search: {search.tune.num_trials.full_description}, {place}")
     console.log(f"search: when done, {search.cost.guarantee.row.text}")
     if search.tune.score.caution:
         console.log(f"search: {search.tune.score.caution}")
-    live = sys.stderr.isatty()
-    if search.tune.num_trials.name != "fixed" and not live:  # a log may be kept, and read by others
+    secret = search.tune.num_trials.name != "fixed"
+    if secret and not sys.stderr.isatty():  # others may read the log later
         console.log(
-            "search: the number of trials is secret, and is not printed; only for you: "
-            f"{search.folder.progress}"
+            "search: the number of trials is secret, so progress is not printed; see "
+            f"{search.folder.progress}, and do not publish it"
         )
         search.run(place)
         console.log(f"search: done ({search.run_folder.path})")
         return
-    if search.tune.num_trials.name != "fixed":
-        console.log("search: the number of trials is secret: what follows is for your eyes only")
+    if secret:
+        console.log("search: the number of trials is secret: do not publish the following lines")
     with console.progress("search", "trials") as show:
         search.run(place, show)
 
 
 def check_evaluations(recipe: Recipe, context: str) -> None:
-    """Raise UserError for a certification that the test split could not carry.
-
-    The check comes before a training has cost anything.
-    """
+    """Raise UserError for a certification without test inputs, before a training uses epsilon."""
     if recipe.certify is None:
         return
     dataset = load_test_records(recipe, data_source(recipe))
@@ -469,16 +459,16 @@ def certify_stage(
     subject: Subject | None = None,
     inputs: DatasetLike | None = None,
 ) -> CertificateTable:
-    """Certify the test split; return the table.
+    """Certify the test split, and return the table.
 
     output: its folder; by default one in the run folder, named by the settings. subject: the run's
-    model, where it was loaded. inputs: certified in place of the test split's.
+    model, if it is already loaded. inputs: the inputs to certify instead of the test split.
     """
     from dpdist.certification.job import certify
 
     subject = subject or load_subject(recipe, folder)
     current_executor().check_nodes(PACKAGES, folder.private.resolve())
-    with console.progress(f"certifying, {settings.folder_name}", "inputs", "draws") as show:
+    with console.progress(f"certifying, {settings.folder_name}", "inputs", "samples") as show:
         found = certify(
             subject,
             load_test_records(recipe, data_source(recipe)) if inputs is None else inputs,
@@ -489,7 +479,7 @@ def certify_stage(
             gpus=recipe.resources.certify_gpus,
             log=console.log,
         )
-    if settings.backend is not None:  # of forms that nobody asked for, another one was as good
+    if settings.backend is not None:  # notes are about a backend that the user chose
         for note in found.job_record["classifier"]["notes"]:
             console.log(f"certifying: {note}")
     return found
@@ -502,10 +492,10 @@ def evaluation_stage(
     output: Path | None = None,
     actors: int | None = None,
 ) -> Path:
-    """Evaluate the model; return the file of the results.
+    """Evaluate the model, and return the file of the results.
 
-    output: its folder; by default one in the run folder, private for private results. Raises
-    UserError for another one in which they would not stay so.
+    output: its folder; by default one in the run folder, in private/ for private results. Raises
+    UserError for a folder in which private results would not stay private.
     """
     subject = load_subject(recipe, folder) if evaluation.needs_trained_model else None
     current_executor().check_nodes(PACKAGES, folder.private.resolve())
@@ -531,8 +521,8 @@ def report_stage(
 ) -> None:
     """Write the HTML report from the folder's files and the test images that it may show.
 
-    show_images: whether it may; None: as was asked last, and unasked only those of built-in data.
-    reveal_date: as in `dpdist.reports.html.write_report`.
+    show_images: whether to show test images; None repeats the last choice, by default only images
+    of built-in data. reveal_date: as in `dpdist.reports.html.write_report`.
     """
     from dpdist.reports.html import IMAGES_NOT_REQUESTED, are_images_allowed, write_report
 

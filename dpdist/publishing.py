@@ -1,7 +1,4 @@
-"""Write the folder release/ of a run, or its adapter: what is safe to publish, and nothing else.
-
-No other module writes there.
-"""
+"""Write the folder release/ of a run, or its adapter. No other module writes to release/."""
 
 from __future__ import annotations
 
@@ -60,26 +57,26 @@ def write_release(
     key: Path | None = None,
     factory: str | None = None,
 ) -> list[Path]:
-    """Write what may be published of a run into its folder release/, and replace the old one.
+    """Write the publishable files of a run into its folder release/, and replace the old one.
 
     Args:
         folder: the run's folder, or its name under runs/.
         not_private: release a run without a finite guarantee, or with a fixed key; its card then
-            states it.
+            states this.
         license: an SPDX identifier for the model.
         key: an Ed25519 private key (PEM) that signs the release.
         factory: "package.module:function" of (input_shape, classes) that builds the module of a
-            script's run that named none; it is imported, and must build the module that was
+            script's run without a factory; it is imported, and must build the module that was
             trained.
 
     Returns:
         A list of `Path`: all files in release/, such as the model, the card and release.json.
 
     Raises:
-        UserError: training never finished, canaries were trained on, the run's models must never be
-            published, the model is not the one that was trained or cannot be loaded, the factory
+        UserError: training is not finished, canaries were trained on, the run's models must never
+            be published, the model is not the one that was trained or cannot be loaded, the factory
             builds a different one, release/ contains something else, or the run is not private and
-            `not_private` is not given. The folder is then left as it was.
+            `not_private` is not given. The folder is then unchanged.
 
     Example:
         After `dpdist.run` made runs/small:
@@ -94,13 +91,12 @@ def write_release(
     _refuse_foreign_files(folder.release_folder)
     facts = load_results(folder)
     _require_releasable(facts)
-    described = facts.privacy_card()
-    if not described["private"] and not not_private:
+    card = facts.privacy_card()
+    if not card["private"] and not not_private:
         reason = "its run key is fixed" if facts.has_fixed_key else "its proved epsilon is infinite"
-        reason = no_epsilon(described) or reason
         raise UserError(
-            f"{folder.path}: this run is not private ({reason}); to release it all the same, "
-            "labeled as such, add --not-private"
+            f"{folder.path}: this run is not private ({no_epsilon(card) or reason}); to release "
+            "it, with a card that states this, add --not-private"
         )
     with atomic_folder(folder.release_folder, replace=True) as aside:
         aside.mkdir()
@@ -109,15 +105,21 @@ def write_release(
         for number, table in enumerate(facts.tables, 1):
             write_atomic(aside / table_name(number), read_bytes(table.path))
         model = _load_copied_model(facts, aside, factory)
-        if (made := models.model_hash(aside)) != facts.training_summary["model"]:
-            described["extra"] |= {"model": models.read_spec(aside).name, "model hash": made}
+        spec, digest = models.read_spec(aside), models.model_hash(aside)
+        if digest != facts.training_summary["model"]:
+            card["extra"] |= {"model": spec.name, "model hash": digest}
         for table in facts.tables:
-            check_table(table, models.model_hash(aside), model, models.read_spec(aside))
-        _write_tokenizer(facts, models.read_spec(aside), aside)
+            check_table(table, digest, model, spec)
+        _write_tokenizer(facts, spec, aside)
         about = _release_record(facts, model, aside, license)
-        if (base := _write_released_adapter(facts, model, aside)) is not None:
-            about["base"] = base
-        _write_pages(aside, about, described)
+        adapter = models.Adapter.of(model)
+        if adapter is not None and adapter.outside is None:  # only the adapter was trained
+            name = _base_name(facts, adapter)
+            about["base"] = _write_adapter_files(adapter, model, name, aside)
+        _write_card(card, aside)
+        write_json(aside / DESCRIPTION, about)
+        page = model_card(parse_description(about, DESCRIPTION), card, spec)
+        write_atomic(aside / MODEL_CARD, page)
         sums = compute_checksums(aside)
         write_atomic(aside / CHECKSUMS, sums)
         if key is not None:
@@ -125,13 +127,12 @@ def write_release(
     return sorted(folder.release_folder.iterdir())
 
 
-def _write_pages(aside: Path, about: dict[str, Any], described: dict[str, Any]) -> None:
-    """Write release.json, the privacy card, and the pages that are made of them."""
-    write_json(aside / PRIVACY_CARD, described)
-    write_atomic(aside / PRIVACY_CARD_TEXT, card_markdown(described))
-    write_json(aside / DESCRIPTION, about)
-    read = parse_description(about, DESCRIPTION), described, models.read_spec(aside)
-    write_atomic(aside / MODEL_CARD, model_card(*read))
+def _write_card(card: dict[str, Any], folder: Path) -> None:
+    write_json(folder / PRIVACY_CARD, card)
+    write_atomic(folder / PRIVACY_CARD_TEXT, card_markdown(card))
+
+
+_TEST_DATA_FIELDS = {"name", "targets", "classes", "names", "labels", "test", "columns"}
 
 
 def _release_record(
@@ -140,7 +141,7 @@ def _release_record(
     """Return the content of release.json."""
     recipe, evaluation = facts.recipe, facts.evaluation
     certificate = None
-    if recipe.certify is not None:  # how to certify, and nothing of what was certified
+    if recipe.certify is not None:  # the settings, without the choice of inputs and noise
         kept = type(recipe.certify).model_fields.keys() - PER_CERTIFICATION_FIELDS
         certificate = recipe.certify.model_dump(mode="json", include=set(kept))
     tested = None
@@ -151,12 +152,12 @@ def _release_record(
             tested |= {name: evaluation[name] for name in names if name in evaluation}
     data = recipe.data.model_dump(mode="json", include=_TEST_DATA_FIELDS)
     text: dict[str, Any] = {}
-    told: dict[str, Any] = {"classes": recipe.data.class_names}
+    outputs: dict[str, Any] = {"classes": recipe.data.class_names}
     if (record := _text_record(facts)) is not None:
         text = {"text": record}
-        if record["predict"] == "next":  # a script's data know no number of tokens
+        if record["predict"] == "next":  # a script's data do not know the number of tokens
             tokens = models.read_spec(copied_model).classes
-            data, told = {**data, "classes": tokens}, {"classes": [], "vocabulary": tokens}
+            data, outputs = {**data, "classes": tokens}, {"classes": [], "vocabulary": tokens}
     raw = {} if recipe.by_script is None else {"raw_inputs": True}
     pictures: dict[str, Any] = {}
     if recipe.method.capabilities.picture_preparation:
@@ -169,7 +170,7 @@ def _release_record(
         "method": recipe.method.name,
         "model": models.model_hash(copied_model),
         "tokens": bool(text),
-        **told,
+        **outputs,
         "noise": find_noise_location(model).describe(),
         "certificate": certificate,
         "data": data,
@@ -183,45 +184,43 @@ def _release_record(
 
 
 def _text_record(facts: RunResults) -> dict[str, Any] | None:
-    """Return how tokens are made, for release.json: no path, as the file lies in the release.
-
-    None where inputs are no texts, or nobody knows how their tokens are made.
-    """
+    """Return the tokenizer's settings for release.json; None if there are none."""
     text = facts.recipe.data.text
     if text is None:
-        made = _script_documents(facts)
-        return None if made is None else {
-            "length": made["length"], "tokens": "tokenizer", "words": None, "predict": "next",
-            "settings": True, **({"chat": True} if made["chat"] else {}),
-            **({"bos_eos": True} if made.get("bos_eos") else {}),
-        }  # fmt: skip
-    tokens = "bytes" if text.words is None else "words"
-    tokens = tokens if text.tokenizer is None else "tokenizer"
-    found: dict[str, Any] = {
-        "length": text.length, "tokens": tokens, "words": text.words, "predict": text.predict,
-    }  # fmt: skip
-    column = data_source(facts.recipe).columns.text
-    assert column is not None
-    if column.settings is not None:
-        found |= {"settings": True} | ({"chat": True} if column.shows_chats else {})
-    return found | ({"bos_eos": True} if text.bos_eos else {})
+        script = _script_documents(facts)
+        if script is None:
+            return None
+        record = {"length": script["length"], "tokens": "tokenizer", "words": None}
+        flags = {"settings": True, "chat": script["chat"], "bos_eos": script.get("bos_eos")}
+        predict = "next"
+    else:
+        column = data_source(facts.recipe).columns.text
+        assert column is not None
+        tokens = "bytes" if text.words is None else "words"
+        tokens = tokens if text.tokenizer is None else "tokenizer"
+        record = {"length": text.length, "tokens": tokens, "words": text.words}
+        has_settings = column.settings is not None
+        chat = has_settings and column.shows_chats
+        flags = {"settings": has_settings, "chat": chat, "bos_eos": text.bos_eos}
+        predict = text.predict
+    return {**record, "predict": predict, **{name: True for name, on in flags.items() if on}}
 
 
 def _script_documents(facts: RunResults) -> dict[str, Any] | None:
-    """Return how the tokens of a script's documents are made (`Records.tokenization`), if known."""
+    """Return the tokenization of a script's documents (`Records.tokenization`), if known."""
     from dpdist.training.script_state import read_module_record
 
     if facts.recipe.by_script is None:
         return None
     record = read_module_record(facts.folder.checkpoints) or {}
-    made: dict[str, Any] | None = record.get("text")
-    return made
+    text: dict[str, Any] | None = record.get("text")
+    return text
 
 
 def _write_tokenizer(facts: RunResults, spec: ModelSpec, aside: Path) -> None:
-    """Write what makes the tokens, as it was trained with. Raises UserError where it is not there.
+    """Write the tokenizer of the training. Raises UserError if it is missing.
 
-    It was made of no private document: the privacy card says so under its assumptions.
+    It does not depend on private documents: the privacy card states this as an assumption.
     """
     if (record := _text_record(facts)) is None:
         return
@@ -234,7 +233,7 @@ def _write_tokenizer(facts: RunResults, spec: ModelSpec, aside: Path) -> None:
             content = column.token_file
         except UserError as error:
             raise UserError(
-                f"{error}; the release needs what made the tokens of this run: put it back"
+                f"{error}; the release needs the tokenizer of this run: restore the file"
             ) from None
         if text.file is not None and content is not None:
             write_atomic(aside / text.file, content)
@@ -248,12 +247,12 @@ def _write_tokenizer(facts: RunResults, spec: ModelSpec, aside: Path) -> None:
 
 _ADAPTER_PAGE = """# Adapter of {base}
 
-Trained by dpdist {version} from private records; what is proved stands in {card}. Load it on base
-{base}, whose weights must have the digest that {file} states:
-`dpdist.integrations.transformers.load_adapter(base, folder)` refuses others.
+Trained by dpdist {version} from private records; {card} states the guarantee. Load it on base
+{base}, whose weights must have the digest in {file}:
+`dpdist.integrations.transformers.load_adapter(base, folder)` raises an error for other weights.
 `peft.PeftModel.from_pretrained(base, folder)` loads it without that check.
 
-The card speaks of the adapter. It says nothing of what the base was trained on.
+The card is about the adapter, and not about the training data of the base.
 """
 
 
@@ -261,21 +260,21 @@ def write_adapter(
     model: Any, run: RunFolder | str | Path, folder: str | Path, *,
     base_name: str | None = None, not_private: bool = False,
 ) -> Path:  # fmt: skip
-    """Write the adapter that a run trained, with its card, as `peft` loads it.
+    """Write the adapter that a run trained, with its card, in the format of `peft`.
 
-    Guarantee: the adapter's tensors are those that the run released, so its card speaks of them. No
-    other weight is written, and no path of this machine.
+    Guarantee: the adapter's tensors are those that the run released, so its card applies to them.
+    No other weights and no paths of this machine are written.
 
     Args:
-        model: the `peft` model that was trained, with one adapter, or the module around it; None:
-            the model of a recipe's run, as its folder holds it.
-        run: its run, which is finished, or the run's folder or name under runs/.
-        folder: a new folder, or one that holds the same already: adapter_config.json and
+        model: the `peft` model that was trained, with one adapter, or the module around it; None
+            loads the model of a recipe's run from its folder.
+        run: its finished run, given as the run's folder or its name under runs/.
+        folder: a new folder, or one with the same content: adapter_config.json,
             adapter_model.safetensors, the privacy card, base.json with the base's name and digest,
             and a page.
-        base_name: public name of the base; default: the one that `peft` noted, without a path.
+        base_name: public name of the base; by default the name that `peft` stored, without a path.
         not_private: write it although the run has no finite epsilon or a fixed key; the card then
-            says so.
+            states this.
 
     Returns:
         The folder.
@@ -294,34 +293,33 @@ def write_adapter(
     adapter = models.Adapter.of(model)
     if adapter is None:
         raise UserError(
-            f"model: must be a peft model with one adapter, got {type(model).__name__}: `dpdist "
-            "release` writes other models"
+            f"model: must be a peft model with one adapter, got {type(model).__name__}; release "
+            "other models with `dpdist release`"
         )
     if not card["private"] and not not_private:
         raise UserError(
-            "run: must be private, got a fixed key or an infinite epsilon: train without run_key "
-            "and with noise, or give not_private=True, which the card says"
+            "run: must be private, got a fixed key or an infinite epsilon; train without run_key "
+            "and with noise, or set not_private=True, which the card then states"
         )
     _check_released(model, adapter, facts.folder)
 
     def write(aside: Path) -> None:
         base = _write_adapter_files(adapter, model, base_name or _base_name(facts, adapter), aside)
-        write_json(aside / PRIVACY_CARD, card)
-        write_atomic(aside / PRIVACY_CARD_TEXT, card_markdown(card))
+        _write_card(card, aside)
         page = _ADAPTER_PAGE.format(
             base=base["name"], version=__version__, card=PRIVACY_CARD_TEXT, file=BASE
         )
         write_atomic(aside / MODEL_CARD, page)
 
-    if target.exists():  # a script that is run again writes the same
+    if target.exists():  # a script that runs again writes the same
         with tempfile.TemporaryDirectory() as again:
             write(Path(again))
             if _contents(Path(again)) != _contents(target):
                 raise UserError(
-                    f"folder: must be new, got {target}, which holds something else: name another "
-                    "one"
+                    f"folder: must be new, got {target}, which has different content; choose a "
+                    "different folder"
                 )
-        warnings.warn(f"{target}: already there, the same; nothing was written", stacklevel=2)
+        warnings.warn(f"{target}: has the same content; nothing was written", stacklevel=2)
         return target
     with atomic_folder(target) as aside:
         aside.mkdir()
@@ -330,7 +328,7 @@ def write_adapter(
 
 
 def _contents(folder: Path) -> dict[str, bytes | None]:
-    """Return what the files of a folder hold, by name; None of what is no file."""
+    """Return the content of a folder's files by name; None for an entry that is not a file."""
     found = folder.iterdir() if folder.is_dir() else ()
     return {path.name: path.read_bytes() if path.is_file() else None for path in found}
 
@@ -348,12 +346,12 @@ def _base_name(facts: RunResults, adapter: models.Adapter) -> str:
 def _write_adapter_files(
     adapter: models.Adapter, model: nn.Module, name: str, folder: Path
 ) -> dict[str, str]:
-    """Write what peft loads, and base.json; return the content of the latter."""
+    """Write an adapter in the format of `peft`, and base.json; return the content of the latter."""
     from safetensors.torch import save
 
     adapter.config.base_model_name_or_path = name
     for key, value in vars(adapter.config).items():
-        if isinstance(value, set):  # whose order is another one in each process
+        if isinstance(value, set):  # whose order differs between processes
             setattr(adapter.config, key, sorted(value))
     adapter.config.save_pretrained(str(folder))
     write_atomic(folder / ADAPTER_WEIGHTS, save(adapter.tensors, {"format": "pt"}))
@@ -362,59 +360,50 @@ def _write_adapter_files(
     return base
 
 
-def _write_released_adapter(
-    facts: RunResults, model: nn.Module, aside: Path
-) -> dict[str, str] | None:
-    """Write the adapter of a released model where nothing else was trained."""
-    adapter = models.Adapter.of(model)
-    if adapter is None or adapter.outside is not None:
-        return None
-    return _write_adapter_files(adapter, model, _base_name(facts, adapter), aside)
-
-
 def _check_released(model: nn.Module, adapter: models.Adapter, run: RunFolder) -> None:
-    """Raise UserError unless all that a run trained is in the adapter, as the run released it."""
+    """Raise UserError unless the run trained only the adapter, and released these weights."""
     import torch
     from safetensors.torch import load_file
 
     if adapter.outside is not None:
         raise UserError(
-            f"model: must train its adapter alone, got {adapter.outside}: `dpdist release` writes "
-            "models whose base or head was trained"
+            f"model: must train only its adapter, got {adapter.outside}; release models whose base "
+            "or head was trained with `dpdist release`"
         )
     file = run.model_folder / WEIGHTS
     if not run.training_summary.exists() or not file.exists():
-        raise UserError(f"run: must be finished, got {run.path}: take the steps that are left")
+        raise UserError(f"run: must be finished, got {run.path}; take the remaining steps")
     now = model.state_dict()
     for name, tensor in load_file(file).items():
         if name not in now or not torch.equal(now[name].detach().cpu(), tensor):
             raise UserError(
-                f"model: must be the one that the run trained, got another {name}: the card speaks "
-                "of the run's own weights: load them, or train again"
+                f"model: must be the one that the run trained, got a different {name}; load the "
+                "run's weights, or train again"
             )
 
 
-_TEST_DATA_FIELDS = {"name", "targets", "classes", "names", "labels", "test", "columns"}
-
-
 def _refuse_foreign_files(release: Path) -> None:
-    """Raise UserError for anything in release/ that is not ours: the folder is published whole."""
+    """Raise UserError for files in release/ that `dpdist release` does not write.
+
+    Everything in the folder is published.
+    """
     if release.is_symlink() or (release.exists() and not release.is_dir()):
-        raise UserError(f"{release}: must be a folder that `dpdist release` makes; remove it")
-    found = sorted(release.iterdir()) if release.exists() else []
-    foreign = [p.name for p in found if not is_release_file(p.name) or p.is_symlink() or p.is_dir()]
+        raise UserError(f"{release}: must be a folder that `dpdist release` wrote; remove it")
+    entries = sorted(release.iterdir()) if release.exists() else []
+    foreign = [
+        p.name for p in entries if not is_release_file(p.name) or p.is_symlink() or p.is_dir()
+    ]
     if foreign:
         raise UserError(
-            f"{release}: holds {', '.join(map(repr, foreign))}, which `dpdist release` did not "
-            "write; all of release/ is published: move it away"
+            f"{release}: contains {', '.join(map(repr, foreign))}, which `dpdist release` did not "
+            "write; everything in release/ is published: move it away"
         )
 
 
 def _load_copied_model(facts: RunResults, copied_model: Path, factory: str | None) -> nn.Module:
-    """Return the copied model, checked; its description then names the factory, if one is given.
+    """Return the checked copy of the model; a given factory is stored in its description.
 
-    Raises UserError unless it is the trained one, loads as its users will load it, and answers
-    with finite numbers.
+    Raises UserError unless it is the trained model, can be loaded, and has finite outputs.
     """
     import torch
 
@@ -430,16 +419,16 @@ def _load_copied_model(facts: RunResults, copied_model: Path, factory: str | Non
         module = models.load(copied_model, trusted_factory=trusted)
         models.check_outputs(module, models.read_spec(copied_model))
     except UserError as error:
-        said = str(error).replace(str(copied_model), str(where))
-        raise UserError(f"{where}: cannot be released: {said}") from error
-    bad = [k for k, v in module.state_dict().items() if not bool(torch.isfinite(v).all())]
-    if bad:
-        raise UserError(f"{where}: {bad[0]} holds numbers that are not finite; train again")
+        text = str(error).replace(str(copied_model), str(where))
+        raise UserError(f"{where}: cannot be released: {text}") from error
+    for name, tensor in module.state_dict().items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise UserError(f"{where}: {name}: must be finite; train again")
     return module
 
 
 def _require_releasable(facts: RunResults) -> None:
-    """Raise UserError for an audited run, and for a method whose models never leave."""
+    """Raise UserError for an audited run, and for a method whose models must not be published."""
     if facts.canary_notice is not None:
         raise UserError(f"{facts.folder.path}: an audited run is {facts.canary_notice}")
     if (reason := facts.recipe.method.capabilities.not_releasable_reason) is not None:
@@ -447,35 +436,35 @@ def _require_releasable(facts: RunResults) -> None:
 
 
 def _require_trained(facts: RunResults, folder: Path) -> None:
-    """Raise UserError unless a folder holds the model that the run trained."""
+    """Raise UserError unless a folder contains the model that the run trained."""
     if models.model_hash(folder) != facts.training_summary["model"]:
         raise UserError(
-            f"{facts.folder.model_folder}: is not the model that this run trained, and its "
-            "guarantee does not speak of it; put the trained model back"
+            f"{facts.folder.model_folder}: must be the model that this run trained, which the "
+            "guarantee is about; restore the trained model"
         )
 
 
 def _name_factory(facts: RunResults, copied_model: Path, factory: str) -> None:
-    """Let a factory build the copied model of a script's run from here on.
+    """Store a factory in the copied model of a script's run.
 
-    Raises UserError where it builds another module, or the run needs none.
+    Raises UserError if it builds a different module, or the run needs no factory.
     """
     spec = models.read_spec(copied_model)
     if facts.recipe.by_script is None or not spec.name.startswith(f"{models.SCRIPT}:"):
         raise UserError(
-            f"factory: must be left out for this run, whose model {spec.name} builds, got {factory}"
+            f"factory: must be left out, since {spec.name} builds this run's model, got {factory}"
         )
     if facts.tables:
         raise UserError(
-            f"factory: must be given to a run without certificates, got {factory}; those in "
-            f"{facts.folder.certificates} are of the script's own module: move them away, and "
+            f"factory: must be left out for a run with certificates, got {factory}; those in "
+            f"{facts.folder.certificates} are about the script's own module: move them away, and "
             "certify the release"
         )
     _rebuild(facts, copied_model, factory)
 
 
 def _rebuild(facts: RunResults, copied_model: Path, factory: str) -> None:
-    """Let a factory build the copied model anew, check that it does, and save it as it answers."""
+    """Build the copied model with a factory, check that it is the same, and save it."""
     from dpdist.training.script_state import check_built_again, read_module_record
 
     spec = models.read_spec(copied_model)
@@ -484,9 +473,9 @@ def _rebuild(facts: RunResults, copied_model: Path, factory: str) -> None:
     if record.get("following"):
         if record.get("text") is None:
             raise UserError(
-                f"{facts.folder.path}: its documents must have come with their tokenizer, to be "
-                "asked for texts: make them by dpdist.documents(rows, tokenizer, length=...), give "
-                "PrivateTrainer its processing_class=tokenizer, or write the adapter alone by "
+                f"{facts.folder.path}: a release needs the tokenizer of its documents: build them "
+                "with dpdist.documents(rows, tokenizer, length=...), give PrivateTrainer its "
+                "processing_class=tokenizer, or write only the adapter with "
                 "dpdist.integrations.transformers.save_adapter"
             )
         built = replace(built, classes=int(record["outputs"].shape[2]), following=True)

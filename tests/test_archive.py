@@ -209,10 +209,9 @@ def test_a_lost_run_is_restored_and_every_release_counts(tmp_path, url):
     assert store.list_names("00000001/files") == [] != store.list_names("00000002/files")
 
     # The folder that was not lost after all may not go on.
-    with pytest.raises(UserError, match="claimed by another run folder"):
-        Archive.claim(lost, url, True)
-    with pytest.raises(UserError, match="claimed by another run folder"):
-        Archive.find(lost).update()
+    for write in (lambda: Archive.claim(lost, url, True), Archive.find(lost).update):
+        with pytest.raises(UserError, match=lost.name):
+            write()
 
 
 def read_archive(folder: RunFolder) -> dict:
@@ -247,23 +246,23 @@ def test_torn_and_damaged_archives_are_refused(archived):
     ledger = store.get(entry["object"])
 
     store.put(entry["object"], ledger[: len(ledger) // 2])
-    refused(folder, "ledger.jsonl is not what was archived")
+    refused(folder, "ledger.jsonl")
     store.put(entry["object"], ledger.replace(b"0", b"1", 1))
-    refused(folder, "or changed")
+    refused(folder, "ledger.jsonl")
     store.delete(entry["object"])
-    refused(folder, "ledger.jsonl is named by the manifest and missing")
+    refused(folder, "ledger.jsonl")
     store.put(entry["object"], ledger)
 
     store.put("00000001/manifest.json", good[:-20])
-    refused(folder, "manifest.json: damaged")
+    refused(folder, "manifest.json")
     store.put("00000001/manifest.json", good.replace(b'"permit"', b'"pormit"'))
-    refused(folder, "permit is missing")
+    refused(folder, "permit")
     rewrite_with = good.replace(b"private/run.key", b"private/../../x")
     store.put("00000001/manifest.json", rewrite_with)
     forge_manifest(store, lambda manifest: None)
-    refused(folder, "'private/../../x' is not a plain path")
+    refused(folder, "private/../../x")
     store.delete("00000001/manifest.json")
-    refused(folder, "no upload was ever finished")
+    refused(folder, "manifest")
     store.put("00000001/manifest.json", good)
     assert len(store.list_names("claims")) == 1  # no refused restore has taken it over
     assert archives.restore(store.url, folder.path.parent)[1] > 0
@@ -288,9 +287,9 @@ def test_a_cut_ledger_is_refused_whatever_the_manifest_says(archived):
     whole = store.get(files["private/ledger.jsonl"]["object"])
     cut = b"".join(whole.splitlines(keepends=True)[:2])
     replace(store, "private/ledger.jsonl", cut)
-    refused(folder, "ledger.jsonl lacks records that were written to it")
+    refused(folder, "ledger.jsonl")
     replace(store, "private/ledger.anchor", Anchor.from_journal_bytes(cut).file_line.encode())
-    refused(folder, "ledger.jsonl lacks releases that the checkpoint of step")
+    refused(folder, "checkpoint")
 
 
 @pytest.mark.slow
@@ -332,15 +331,13 @@ def test_private_state_is_archived_only_when_asked(tmp_path, url):
     with training(recipe, folder) as thread:
         thread.join(60)
     archive = Archive.find(folder)
-    assert "no private state" in archive.notice
     archive.update()
     names = set(read_archive(folder)["files"])
     assert "recipe.yaml" in names and not any(name.startswith("private") for name in names)
     for reader in (archives.restore, archives.open_archived_copy):
-        with pytest.raises(UserError, match=r"private state|may be published"):
+        with pytest.raises(UserError, match="archive_private"):
             reader(url, tmp_path / "elsewhere")
     wider = Archive.claim(folder, url, True)  # as a later command does
-    assert "PRIVATE" in wider.notice
     wider.update()
     names = set(read_archive(folder)["files"])
     tokens = {entry["object"].split("/")[2] for entry in read_archive(folder)["files"].values()}
@@ -352,10 +349,9 @@ def test_private_state_is_archived_only_when_asked(tmp_path, url):
     assert set(in_use) == tokens  # what the process before had written is gone
     assert {"private/run.key", "private/ledger.jsonl", "private/trained.json", "run.json"} <= names
     assert not names & {"private/archive.json", "private/permit.json"}
-    with pytest.raises(UserError, match="keep resources"):
-        Archive.claim(folder, url, False)
-    with pytest.raises(UserError, match="keep resources"):
-        Archive.claim(folder, None, False)
+    for address in (url, None):
+        with pytest.raises(UserError, match=r"resources\.archive"):
+            Archive.claim(folder, address, False)
 
 
 @pytest.mark.slow
@@ -367,7 +363,7 @@ def test_a_finished_run_is_read_back_by_the_commands(tmp_path, url, monkeypatch,
     recipe, folder = make(tmp_path, steps=3, archive=url, archive_private=True)
     elsewhere = tmp_path / "elsewhere"
     code, said = dpdist("report", url, "--runs", elsewhere)
-    assert code == 2 and f"{url}: there is no archive of a run" in said
+    assert code == 2 and url in said
     with training(recipe, folder) as thread:
         follow_until(folder, lambda archive: archive._checkpoint and len(released(folder)) == 3)
         thread.join(30)
@@ -386,7 +382,7 @@ def test_a_finished_run_is_read_back_by_the_commands(tmp_path, url, monkeypatch,
     assert copy.report_file.exists() and not copy.archive.exists()
     assert copy.ledger.read_bytes() == folder.ledger.read_bytes()
     code, said = dpdist("certify", url, "--runs", elsewhere)
-    assert code == 2 and "certify.sigma: must be given" in said  # it read the run's recipe
+    assert code == 2 and "certify.sigma" in said  # it read the run's recipe
 
     dpdist("report", "run", "--runs", folder.path.parent)  # the owner: the archive follows
     code, said = dpdist("cluster", "fetch", url, "--into", tmp_path / "fetched")
@@ -395,11 +391,11 @@ def test_a_finished_run_is_read_back_by_the_commands(tmp_path, url, monkeypatch,
     assert not (here / "private").exists() and not (here / "run.json").exists()
 
     code, said = dpdist("cluster", "fetch", "--restore", url, "--into", folder.path.parent)
-    assert code == 2 and "is there already" in said
+    assert code == 2 and str(folder.path) in said
     code, said = dpdist("cluster", "fetch", "--restore", url, "--into", tmp_path / "new")
     assert code == 0 and "charged" not in said and (tmp_path / "new" / "run").is_dir()
     code, said = dpdist("report", "run", "--runs", folder.path.parent)
-    assert code == 2 and "claimed by another run folder" in said
+    assert code == 2 and url in said
 
 
 @pytest.mark.slow
@@ -407,7 +403,7 @@ def test_an_archive_that_everybody_can_read_gets_no_private_state(tmp_path, serv
     monkeypatch.setenv("AWS_ENDPOINT_URL", server[0])  # not guarded
     recipe, folder = make(tmp_path)
     prepare(recipe, folder, "test")
-    with pytest.raises(UserError, match="can be read without credentials"):
+    with pytest.raises(UserError, match="archive_private"):
         Archive.claim(folder, "s3://bucket/open", True)
     assert (
         not folder.archive.exists() and ObjectStore("s3://bucket/open").list_names("claims") == []
@@ -422,7 +418,7 @@ def test_two_runs_in_one_prefix_are_refused(tmp_path, url, monkeypatch):
         prepare(*make(tmp_path, name), "test")
     Archive.claim(first, url, False)
     Archive.claim(first, url, False)  # the same run again
-    with pytest.raises(UserError, match="holds the archive of a run already"):
+    with pytest.raises(UserError, match=url):
         Archive.claim(second, url, False)
     # At the same moment: the second claims between the first one's look and its claim.
     other = f"{url}-race"
@@ -434,7 +430,7 @@ def test_two_runs_in_one_prefix_are_refused(tmp_path, url, monkeypatch):
         return put(self, name, source)
 
     monkeypatch.setattr(ObjectStore, "put", claim_too)
-    with pytest.raises(UserError, match="claimed by another"):
+    with pytest.raises(UserError, match=other):
         Archive.claim(second, other, False)
     assert ObjectStore(other).list_names("claims") == ["00000001-somebody"]
     assert not second.archive.exists()
@@ -453,7 +449,7 @@ def test_two_that_restore_at_once_both_give_way(archived, monkeypatch):
         return found
 
     monkeypatch.setattr(ObjectStore, "put", claimed_too)
-    refused(folder, "is being restored by somebody else")
+    refused(folder, store.url)
     assert (
         "00000002-somebody" in store.list_names("claims") and len(store.list_names("claims")) == 2
     )
@@ -495,9 +491,9 @@ def test_a_silent_store_stops_the_training_in_the_end(tmp_path, url, monkeypatch
     said: list[str] = []
     look = archive.make_updater(said.append)
     look()
-    assert said == ["archive: no; trying again"] and not folder.permit.exists()
+    assert len(said) == 1 and not folder.permit.exists()
     clock[0] += 601
-    with pytest.raises(ClusterError, match="nothing may be released that the archive does not"):
+    with pytest.raises(ClusterError, match="no; "):
         look()
 
 
@@ -613,7 +609,7 @@ def test_an_object_is_written_no_further_than_its_manifest_says(tmp_path):
     target = tmp_path / "out"
     assert store.download("a", target, 10)[1] == 11
     assert target.stat().st_size == 11
-    with pytest.raises(ClusterError, match="more than 10 bytes"):
+    with pytest.raises(ClusterError, match="10 bytes"):
         store.get("a", 10)
 
 
@@ -696,7 +692,7 @@ def test_every_step_with_leave_is_charged_when_a_run_is_restored(tmp_path, monke
     last, charged = archives.restore(url, tmp_path / "last")
     assert charged == 4
     assert released(last) == {0: 1, 1: 1, 2: 2, 3: 2, 4: 2, 5: 2}
-    with pytest.raises(UserError, match="claimed by another run folder"):
+    with pytest.raises(UserError, match=url):
         owner.update()
 
 

@@ -55,21 +55,21 @@ def test_what_the_command_line_says_elsewhere_holds(path):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "named"),
     [
-        (["training.batch_size=0"], "small.yaml: training.batch_size: must be >= 1, got 0"),
-        (["training.batchsize=5"], "small.yaml: training.batchsize: unknown key"),
-        (["training.batch_size"], "--set: give KEY=VALUE, such as training.batch_size=512, got"),
-        (["name=a", "name=b"], "--set name: is given twice"),
-        (["data.labels=[1, 2"], "--set data.labels: cannot be read as YAML"),
-        (["data.labels=!!python/object:x 1"], "--set data.labels: cannot be read as YAML"),
-        (["privacy={epsilon: 1, epsilon: 2}"], "'epsilon' is given twice"),
+        (["training.batch_size=0"], "small.yaml: training.batch_size: "),
+        (["training.batchsize=5"], "small.yaml: training.batchsize: "),
+        (["training.batch_size"], "--set: "),
+        (["name=a", "name=b"], "--set name: "),
+        (["data.labels=[1, 2"], "--set data.labels: "),
+        (["data.labels=!!python/object:x 1"], "--set data.labels: "),
+        (["privacy={epsilon: 1, epsilon: 2}"], "'epsilon'"),
     ],
 )
-def test_it_is_refused_as_a_key_of_the_recipe_is(path, given, message):
+def test_it_is_refused_as_a_key_of_the_recipe_is(path, given, named):
     with pytest.raises(UserError) as caught:
         changed(path, *given)
-    assert message in str(caught.value)
+    assert named in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -83,14 +83,14 @@ def test_every_command_that_takes_a_recipe_takes_it(path, command):
     asked = [*command.split(), str(path), "--set", "training.batch_size=0"]
     done = CliRunner().invoke(main.app, asked)
     assert isinstance(done.exception, UserError), done.output
-    assert "training.batch_size: must be >= 1, got 0" in str(done.exception)
+    assert "training.batch_size: " in str(done.exception)
 
 
 def test_a_run_s_recipe_is_the_changed_one(path):
     folder = RunFolder(path.parent / "runs" / "small")
     folder.create_or_open(resolve_recipe(path, changes=parse_changes(["training.steps=7"])))
     assert folder.read_recipe().training.steps == 7
-    with pytest.raises(UserError, match=r"different recipe \(training.steps differ\)"):
+    with pytest.raises(UserError, match=r"training\.steps"):
         folder.create_or_open(load_recipe(path))
 
 
@@ -100,5 +100,5 @@ def test_an_audit_tells_its_options_from_keys_of_the_recipe(path):
     )
     assert folder is None and recipe.training.steps == 9
     RunFolder(path.parent / "runs" / "done").create_or_open(load_recipe(path))
-    with pytest.raises(UserError, match="done is a run, whose recipe is fixed"):
+    with pytest.raises(UserError, match=r"--set training\.steps"):
         audit._open_run_or_recipe("done", path.parent / "runs", ["training.steps=9"])

@@ -158,7 +158,7 @@ def test_every_command_that_begins_a_run_refuses(arguments, tmp_path, monkeypatc
     run_without_ray(monkeypatch)
     done = command(monkeypatch, capsys, tmp_path, *arguments)
     assert done.code == 2, done.out + done.err
-    assert "r.yaml: training.factor: only applies with schedule: step, got 0.5" in done.err
+    assert "r.yaml: training.factor: " in done.err
     assert not (tmp_path / "runs").exists()
 
 

@@ -17,7 +17,7 @@ def test_every_name_is_listed_and_there():
     assert set(dpdist.__all__) <= set(dir(dpdist))
     for name in dpdist.__all__:
         assert getattr(dpdist, name) is not None
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+    with pytest.raises(AttributeError, match="nothing"):
         _ = dpdist.nothing
 
 
@@ -59,5 +59,5 @@ def test_facts_by_path_and_as_a_table(golden, tmp_path, monkeypatch):
         facts, training_summary=facts.training_summary | {"secret": "not shown"}
     )
     assert repr(hidden).startswith("Run x (") and "not shown" not in repr(hidden)
-    with pytest.raises(dpdist.UserError, match="no such run"):
+    with pytest.raises(dpdist.UserError, match="nowhere"):
         dpdist.load_results("nowhere")

@@ -1,7 +1,6 @@
-"""``dpdist account`` and ``dpdist budget``: privacy arithmetic, and the budgets of data sets.
+"""Compute privacy costs (``dpdist account``), and show budgets of data sets (``dpdist budget``).
 
-Both work without data, model, torch or Ray. A budget lists the cost so far of every data set in
-its folder.
+Both work without data, model, torch or Ray.
 """
 
 from __future__ import annotations
@@ -41,21 +40,24 @@ _Batch = Annotated[
     int | None, option("Expected batch size L; the sampling rate is L / N.", Count, "--batch-size")
 ]
 _Noise = Annotated[
-    float | None, option("Standard deviation of the noise / clip norm.", NoiseMultiplier)
+    float | None,
+    option("Standard deviation of the noise divided by the clip norm.", NoiseMultiplier),
 ]
 _Steps = Annotated[int | None, option("Number of training steps.", fields.Steps)]
 _Epsilon = Annotated[
-    float | None, option("Target epsilon, which the answer never exceeds.", Positive)
+    float | None, option("Target epsilon, which the result never exceeds.", Positive)
 ]
 _Delta = Annotated[float | None, option("Delta, below 1 / N.", Probability)]
 _Replace = Annotated[
     bool,
-    flag("--replace-one", "Neighbors differ in one record's value, instead of by one record."),
+    flag("--replace-one", "Neighboring data sets differ in one record's value, not by a record."),
 ]
-_Cap = Annotated[int | None, option("Hard cap on the physical batch.", Count, "--batch-cap")]
+_Cap = Annotated[int | None, option("Largest size of a sampled batch.", Count, "--batch-cap")]
 _Trials = Annotated[
     int | None,
-    option("Also compute the cost of the best of K runs, at this mean of K.", TrialCount),
+    option(
+        "Also compute epsilon of choosing the best of K runs; this is the mean of K.", TrialCount
+    ),
 ]
 _Hits = Annotated[
     int | None, option("Noisy samples that returned the predicted class.", CountOrZero)
@@ -64,7 +66,7 @@ _Samples = Annotated[int | None, option("Number of noisy samples, fixed in advan
 _Sigma = Annotated[float | None, option("Standard deviation of the input noise.", Positive)]
 _Alpha = Annotated[float, option("Error probability of the certificate.", Probability)]
 _Claims = Annotated[
-    bool, flag("--claims", "List what published systems claim, and what is proved instead.")
+    bool, flag("--claims", "List the guarantees that published systems claim, and proved ones.")
 ]
 
 
@@ -85,12 +87,12 @@ def account_command(
     claims: _Claims = False,
     as_json: PrintJson = False,
 ) -> None:
-    """Compute what is missing: epsilon, noise, steps or batch size of a training; or a radius.
+    """Compute epsilon, noise, steps or batch size of a training; or a certified radius.
 
     Give --records, --delta and all but one of --epsilon, --noise-multiplier, --steps and
     --batch-size, and the command computes the one that you left out. With --trials it also prints
-    what choosing the best of several runs costs. With --hits, --samples and --sigma it computes
-    the L2 radius of Cohen's certificate from those counts.
+    epsilon of choosing the best of several runs. With --hits, --samples and --sigma it computes
+    the L2 radius of Cohen's certificate.
     """
     counted = {"--hits": hits, "--samples": samples, "--sigma": sigma}
     planned = {
@@ -106,7 +108,7 @@ def account_command(
     asked = [given for given in (counted, planned) if any(v is not None for v in given.values())]
     if len(asked) + claims != 1:
         raise UserError(
-            "account: give the settings of a training, the counts of a certificate "
+            "account: must be given the settings of a training, the counts of a certificate "
             "(--hits, --samples, --sigma), or --claims"
         )
     if claims:
@@ -148,14 +150,13 @@ def _print_training(
     if absent or len(missing) != 1:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in solved)
         raise UserError(
-            f"account: give --records, --delta and all but one of {names}, which is computed"
+            f"account: must be given --records, --delta and all but one of {names}, which is "
+            "computed"
         )
     try:
         if epsilon is not None:
             if missing[0] == "batch_size" and setting["batch_cap"] is not None:
-                raise UserError(
-                    "account: --batch-cap: must be left out where the batch is computed"
-                )
+                raise UserError("--batch-cap: must be left out to compute the batch size")
             kept = [n for n in setting if n != missing[0] and setting[n] is not None]
             solve: Any = solvers[missing[0]]
             found = solve(epsilon, **{name: setting[name] for name in kept})
@@ -194,14 +195,14 @@ def _print_plan(plan: PrivacyPlan, as_json: bool) -> None:
             shown = format_significant(value, 6) if isinstance(value, float) else str(value)
             typer.echo(f"{key:<17} {shown}")
     for line in guarantee.assumptions:
-        typer.echo(f"{'holds if':<17} {line}")
+        typer.echo(f"{'valid if':<17} {line}")
 
 
 def _print_search(one: PrivacyPlan, trials: int, as_json: bool) -> None:
-    """Print the cost of the best of several runs, by the distribution of their number.
+    """Print epsilon of choosing the best of several runs, by the distribution of their number.
 
-    A random number must stay secret, and so must every run but the best one. A fixed number may be
-    public, and all its runs may be shown.
+    A random number must stay secret, and so must every run except the best one. A fixed number may
+    be public, and all its runs may be shown.
     """
     from dpdist.privacy.calibration import search_guarantee
     from dpdist.privacy.guarantee import format_epsilon
@@ -224,13 +225,8 @@ def _print_search(one: PrivacyPlan, trials: int, as_json: bool) -> None:
         return
     header = ["number of runs", "epsilon", "95 % of K up to", "accountant"]
     cells = [
-        [
-            row["num_trials"],
-            format_epsilon(row["epsilon"]),
-            str(row["runs_95_percent"]),
-            row["accountant"],
-        ]
-        for row in rows
+        [distribution, format_epsilon(cost.epsilon), str(most), row["accountant"]]
+        for row, (distribution, cost, most) in zip(rows, found, strict=True)
     ]
     typer.echo(console.format_columns(header, cells))
 
@@ -244,13 +240,13 @@ def _print_radius(
 ) -> None:
     """Print the L2 radius of Cohen's certificate: sigma times Phi^-1 of the lower bound.
 
-    Counts of a run that stopped early certify less than this says.
+    The counts must not come from a certification that stopped early, whose radius is smaller.
     """
     from dpdist.certification.noise import format_radius, gaussian_l2_radius
     from dpdist.core.binomial import clopper_pearson_lower
 
     if hits is None or draws is None or sigma is None:
-        raise UserError("account: a radius needs --hits, --samples and --sigma")
+        raise UserError("account: --hits, --samples and --sigma must be given together")
     try:
         p_lower = float(clopper_pearson_lower(hits, draws, alpha))
         radius = float(gaussian_l2_radius(p_lower, sigma))
@@ -278,7 +274,7 @@ def _print_radius(
 
 
 def _print_claims(as_json: bool) -> None:
-    """Print what each published system claims, what is proved, and why they differ."""
+    """Print the claimed and the proved guarantee of each published system, and their difference."""
     claims = [claim for found in entry_points(group="dpdist.claims") for claim in found.load()()]
     if as_json:
         console.print_json([claim.to_dict() for claim in claims])
@@ -299,22 +295,22 @@ def budget_command(
     delta: Annotated[
         float | None,
         option(
-            "Delta of a composed guarantee, and of each run alone (default: that of the ceiling; "
-            "1e-05 without one).",
+            "Delta of the composed guarantee and of each single run (default: that of the ceiling; "
+            "1e-05 without a ceiling).",
             Probability,
         ),
     ] = None,
     replace_one: Annotated[
-        bool, flag("--replace-one", "Neighbors differ by one record's value.")
+        bool, flag("--replace-one", "Neighboring data sets differ in one record's value.")
     ] = False,
     as_json: PrintJson = False,
 ) -> None:
-    """Show what sets of records have cost so far: all runs and searches on them."""
+    """Show the privacy cost so far of each data set: all runs and searches on its records."""
     from dpdist.privacy.budget import read_budgets
     from dpdist.privacy.ledger import JournalError
 
     if not folder.is_dir():
-        raise UserError(f"budget: {folder} is not a folder; name one with --folder")
+        raise UserError(f"--folder: must be a folder of budgets, got {folder}")
     adjacency: Neighbors = "replace-one" if replace_one else "add-or-remove-one"
     answer: list[dict[str, Any]] = []
     try:
@@ -337,7 +333,7 @@ def budget_command(
 def _budget_record(budget: DataBudget, delta: float | None, adjacency: Neighbors) -> dict[str, Any]:
     from dpdist.privacy.budget import composed_guarantee
 
-    if delta is None:  # a run alone beside its ceiling: at one delta, or they cannot be compared
+    if delta is None:  # the same delta, so that single runs can be compared with the ceiling
         ceiling = budget.ceiling
         delta = 1e-5 if ceiling is None else ceiling.delta
     total = budget.guarantee(delta, adjacency)
@@ -372,19 +368,17 @@ def _budget_lines(record: dict[str, Any]) -> Iterator[str]:
     if record["spent"] is not None:
         yield (
             f"  {format_percent(record['spent']['of_ceiling'], round_up=True)} % of this ceiling "
-            f"is spent (epsilon {format_epsilon(record['spent']['epsilon'])}, no guarantee by "
-            "itself)"
+            f"is used (epsilon {format_epsilon(record['spent']['epsilon'])}, not a guarantee)"
         )
     for line in record["assumptions"]:
-        yield f"  holds if {line}"
+        yield f"  valid if {line}"
     for run in record["runs"]:
-        alone = format_epsilon(run["epsilon"])
-        alone = f"alone {alone} at delta {format_exact(run['delta'])}"
-        yield f"  {run['name']:<24} {alone:<28} {run['status']}  {run['run']}"
+        single = f"{format_epsilon(run['epsilon'])} at delta {format_exact(run['delta'])}"
+        yield f"  {run['name']:<24} epsilon {single:<26} {run['status']}  {run['run']}"
 
 
 def _ceiling_usage(budget: DataBudget) -> dict[str, Any] | None:
-    """How far a ceiling is used up. Where runs were chosen by results, it promises nothing."""
+    """Return the used fraction of a ceiling; not a guarantee if runs were chosen by results."""
     ceiling = budget.ceiling
     if ceiling is None:
         return None

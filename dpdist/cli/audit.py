@@ -1,8 +1,7 @@
-"""``dpdist attack`` and ``dpdist audit``: measure a model against adversaries.
+"""Attack a run's model or certificates (``dpdist attack``), and audit recipes (``dpdist audit``).
 
-attack: accuracy of a run's model under attack, and attacks on its certificates. audit: a lower
-bound of epsilon, measured; how well an adversary can tell which records the models of a recipe were
-trained with; or the number of poisoned training records that cannot change an answer.
+An audit measures a lower bound of epsilon, or how well an attacker identifies training records, or
+certifies answers against poisoned training records.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ if TYPE_CHECKING:
 _Set = Annotated[
     list[str] | None,
     option(
-        "Change a setting: attack.norm=l2, or 'attack.sizes=[0.5, 1]'. May be repeated.",
+        "Change a setting: attack.norm=l2, or 'attack.sizes=[0.5, 1]'. You can repeat it.",
         None,
         "--set",
         metavar="KEY=VALUE",
@@ -70,7 +69,7 @@ _Check = Annotated[
     bool,
     flag(
         "--check-certificates",
-        "Attack the run's certificates within their radii instead; exit code 1 when more are "
+        "Attack the run's certificates within their radii instead; exit with code 1 if more are "
         "contradicted than alpha allows.",
     ),
 ]
@@ -85,12 +84,13 @@ def attack_command(
     output: Output = None,
     as_json: PublishableJson = False,
 ) -> None:
-    """Attack the test split on all CPUs, white-box; continues what was interrupted.
+    """Attack the test split on all CPUs, white-box; repeat the command to resume.
 
-    Shows how many inputs stay right, abstain or go wrong, and how many are certified. With
-    attack.sigma it attacks the classifier smoothed by that noise. Section attack of --set takes
-    norm, sizes, attacks, steps, restarts, step_scale, sigma, samples, n, alpha, labels, start,
-    every, max_inputs and seed; with --check-certificates also certificates and claim.
+    It prints the percentages of inputs that stay correct, are abstained on, and become incorrect,
+    and of certified inputs. With attack.sigma, it attacks the classifier smoothed by that noise.
+    The section attack of --set has the keys norm, sizes, attacks, steps, restarts, step_scale,
+    sigma, samples, n, alpha, labels, start, every, max_inputs and seed; with --check-certificates
+    also certificates and claim.
     """
     from dpdist.attacks.settings import AttackSettings
     from dpdist.runs.folder import open_run
@@ -109,13 +109,15 @@ def attack_command(
         useless = [n for n in ("norm", "sizes", "n", "alpha", "labels", "sigma") if n in asked]
         if useless:
             raise UserError(
-                f"attack.{', attack.'.join(useless)}: not with --check-certificates, which takes "
-                "norm, sizes, noise and samples from the certificates"
+                f"attack.{', attack.'.join(useless)}: must be left out with --check-certificates, "
+                "which takes norm, sizes, noise and samples from the certificates"
             )
         _attack_certificates(recipe, folder, settings, about, *how)
         return
     if any(value is not None for value in about.values()):
-        raise UserError("attack.certificates, attack.claim: only with --check-certificates")
+        raise UserError(
+            "attack.certificates, attack.claim: must be left out without --check-certificates"
+        )
     _run_attack(recipe, folder, settings, *how)
 
 
@@ -171,10 +173,12 @@ def _attack_certificates(
 
     tables = _tables_to_attack(folder, about["certificates"])
     if not tables:
-        raise UserError(f"{folder.path}: no L2 or L-infinity certificates to attack")
+        raise UserError(f"{folder.path}: has no L2 or L-infinity certificates to attack")
     if output is not None and len(tables) > 1:
         names = ", ".join(path.parent.name for path in tables)
-        raise UserError(f"--output: holds one check; set attack.certificates to one of {names}")
+        raise UserError(
+            f"--output: must be given for one table; set attack.certificates to one of {names}"
+        )
     found = []
     with pipeline.run_session(folder, executor=executor_name()):
         for path in tables:
@@ -198,15 +202,15 @@ def _tables_to_attack(folder: RunFolder, name: str | None) -> list[Path]:
     if name is None:
         found = load_results(folder).tables
         if not found:
-            raise UserError(f"{folder.path}: no certificates yet; `dpdist certify` makes them")
+            raise UserError(f"{folder.path}: has no certificates; run `dpdist certify` first")
         for table in found:
             if table.norm not in NORMS:
-                console.log(f"{table.name}: {table.norm} certificates cannot be attacked, left out")
+                console.log(f"{table.name}: skipped: {table.norm} certificates cannot be attacked")
         return [table.path for table in found if table.norm in NORMS]
     for path in (folder.certificates / name / "certificates.parquet", Path(name)):
         if path.is_file():
             return [path]
-    raise UserError(f"attack.certificates: {name}: no such table in {folder.certificates}")
+    raise UserError(f"attack.certificates: must be a table in {folder.certificates}, got {name}")
 
 
 # --- dpdist audit -----------------------------------------------------------------------------
@@ -219,16 +223,16 @@ _Name = Annotated[
 _Kind = Annotated[
     str | None,
     option(
-        "mechanism (default, or that of the recipe's audit section), canaries, many-runs, "
-        "membership or poison.",
+        "Kind of audit: mechanism, canaries, many-runs, membership or poison (default: that of the "
+        "recipe's audit section, or mechanism).",
         Literal["mechanism", "canaries", "many-runs", "membership", "poison"],
     ),
 ]
 _AuditSet = Annotated[
     list[str] | None,
     option(
-        "Change a setting of the audit: audit.releases=2000, membership.models=16 or "
-        "poison.models=66; or a key of the recipe: training.steps=50. May be repeated.",
+        "Change a setting of the audit, such as audit.releases=2000, membership.models=16 or "
+        "poison.models=66; or a key of the recipe, such as training.steps=50. You can repeat it.",
         None,
         "--set",
         metavar="KEY=VALUE",
@@ -238,10 +242,7 @@ _AuditSet = Annotated[
 
 @dataclass(frozen=True)
 class _Asked:
-    """Hold the arguments of an audit beside the settings of its kind.
-
-    folder: of a run, existing or new.
-    """
+    """The arguments that all kinds of audits have. folder: that of an existing or a new run."""
 
     recipe: Recipe
     folder: RunFolder
@@ -260,23 +261,23 @@ def audit_command(
     output: Output = None,
     as_json: PublishableJson = False,
 ) -> None:
-    """Measure how much leaks at least, or how many poisoned records cannot change an answer.
+    """Measure a lower bound of epsilon, attack membership, or certify against poisoning.
 
-    mechanism, canaries and many-runs measure a lower bound of epsilon. membership trains a bank of
-    shadow models and attacks all of them. poison trains many models and certifies their votes.
-    All of them continue what was interrupted; results of many trainings stay in private/.
+    The kinds mechanism, canaries and many-runs measure a lower bound of epsilon; membership trains
+    shadow models and attacks them; poison trains many models and certifies their votes. Repeat the
+    command to resume. Results of many trainings stay in private/.
 
-    Section audit of --set takes alpha, audits and exploratory; of mechanism also releases, workers
-    and seed; of canaries also canaries, canary, view and guesses; of many-runs also trainings,
-    canary, copies and seed. Section membership takes models, attacks, game, passes and seed.
-    Section poison takes models, select, alpha, sigma, radii, changes, partitions, bag, start,
-    every, max_inputs and seed.
+    The section audit of --set has the keys alpha, audits and exploratory; for mechanism also
+    releases, workers and seed; for canaries also canaries, canary, view and guesses; for many-runs
+    also trainings, canary, copies and seed. The section membership has models, attacks, game,
+    passes and seed. The section poison has models, select, alpha, sigma, radii, changes,
+    partitions, bag, start, every, max_inputs and seed.
 
-    Exit code 1 when what is measured exceeds what is proved, and code or proof is wrong, or what is
-    claimed.
+    The exit code is 1 if a measured epsilon exceeds the proved one, so that the code or the proof
+    is wrong, or the claimed one.
     """
     if output is not None and output.exists() and not output.is_dir():
-        raise UserError(f"--output: {output}: must be a folder")
+        raise UserError(f"--output: must be a folder, got {output}")
     section = kind if kind in ("membership", "poison") else "audit"
     own = [each for each in changes or () if each.strip().startswith(f"{section}.")]
     of_recipe = [each for each in changes or () if each not in own]
@@ -284,7 +285,7 @@ def audit_command(
     recipe, folder = _open_run_or_recipe(name, runs, of_recipe)
     if kind not in ("membership", "poison"):
         if workers is not None:
-            raise UserError("--workers: only applies to membership and poison")
+            raise UserError("--workers: must be left out except with membership and poison")
         _audit_epsilon(recipe, folder, name, kind, of_audit, runs, output, as_json)
         return
     require_labels(recipe, "audit")
@@ -342,11 +343,11 @@ def _audit_epsilon(
         console.print_json(read_json(output / result.file))
     else:
         rows = [("epsilon", found.comparison_line), ("audited", found.summary_line)]
-        rows += [("it rests on", line) for line in found.assumptions]
+        rows += [("assumed", line) for line in found.assumptions]
         rows += [(key.replace("_", " "), str(value)) for key, value in found.details.items()]
         typer.echo(console.format_table(rows, title=f"audit of {name}"))
-        kept = ", which stays private: it is made of many trainings" * result.private
-        typer.echo(f"result{kept}: {output / result.file}")
+        private = " (private, since it depends on many trainings)" * result.private
+        typer.echo(f"result{private}: {output / result.file}")
     if folder is not None:
         pipeline.report_stage(folder)
     if found.verdict != CONSISTENT:
@@ -356,7 +357,7 @@ def _audit_epsilon(
 def _open_run_or_recipe(
     name: str, runs: Path, assignments: list[str]
 ) -> tuple[Recipe, RunFolder | None]:
-    """A run of that name, or a recipe, with keys changed."""
+    """Return the recipe of a run and its folder, or a recipe with changed keys and None."""
     from dpdist.runs.folder import open_run
     from dpdist.runs.recipe import parse_changes, refuse_unused, resolve_recipe
 
@@ -373,38 +374,35 @@ def _open_run_or_recipe(
                 raise UserError(f"{no_run}; {no_recipe}") from None
             raise
     if assignments:
-        raise UserError(f"--set {assignments[0]}: {name} is a run, whose recipe is fixed")
+        raise UserError(f"--set {assignments[0]}: must be left out: the recipe of a run is fixed")
     return folder.read_recipe(), folder
 
 
 # --- membership -------------------------------------------------------------------------------
 
 
-_MembershipAttack = Literal["shadow", "lira", "lira-offline", "rmia", "rmia-offline"]
-
-
 class MembershipKeys(Section):
-    """Keys of `--kind membership`.
+    """The keys of `--kind membership`.
 
-    models: shadow models in the bank. attacks: out of shadow, lira, lira-offline, rmia and
-    rmia-offline. game: who is in a model, coins or halves (shadow has its own). passes: of a model
-    with noise of its own, over how many means are taken. seed: 64 hex digits; null draws a secret
-    one, which is stored in private/.
+    models: number of shadow models. attacks: some of shadow, lira, lira-offline, rmia and
+    rmia-offline. game: how records are assigned to models, coins or halves (shadow has its own).
+    passes: numbers of passes to average for a model with its own noise. seed: 64 hex digits; null
+    draws a secret seed, which is stored in private/.
     """
 
     models: ModelCount = 16
-    attacks: Annotated[tuple[_MembershipAttack, ...], OneOrMore, Field(min_length=1)] = (
-        "shadow",
-        "lira",
-        "rmia",
-    )
+    attacks: Annotated[
+        tuple[Literal["shadow", "lira", "lira-offline", "rmia", "rmia-offline"], ...],
+        OneOrMore,
+        Field(min_length=1),
+    ] = ("shadow", "lira", "rmia")
     game: Literal["coins", "halves"] = "coins"
     passes: Annotated[tuple[Annotated[Count, Field(le=100_000)], ...], OneOrMore] = (100,)
     seed: HexKey | None = None
 
 
 def _audit_membership(asked: _Asked, keys: MembershipKeys) -> None:
-    """Train a bank of shadow models, attack all of them, and compare with what is proved."""
+    """Train shadow models, attack all of them, and compare with the proved epsilon."""
     from dpdist import pipeline
     from dpdist.audits.membership import Membership
     from dpdist.audits.membership_findings import ATTACKS
@@ -432,12 +430,12 @@ def _check_banks(
     asked: _Asked,
     banks: Sequence[tuple[Membership, Sequence[MembershipAttack]]],
 ) -> None:
-    """Raise UserError for whatever could go wrong later, before anything is written."""
+    """Raise UserError for settings that would fail later, before anything is written."""
     from dpdist.runs.recipe import refuse_unused
     from dpdist.training.job import check_trainable
 
     if asked.output is not None and len(banks) > 1:
-        raise UserError("--output: holds one bank; give shadow and the other attacks apart")
+        raise UserError("--output: must be left out, or audit shadow and other attacks separately")
     for bank, attacks in banks:
         for one in attacks:
             one.check_game(bank.game_rules)
@@ -452,7 +450,7 @@ def _check_banks(
 def _run_membership_attacks(
     asked: _Asked, settings: Membership, attacks: Sequence[MembershipAttack]
 ) -> MembershipFindings:
-    """Train what is missing of a bank, attack it, print what was found."""
+    """Train the missing models of a bank, attack it, and print the results."""
     from dpdist import pipeline
     from dpdist.audits.membership_findings import run_attacks
     from dpdist.reports.figures import plot_roc_curves
@@ -467,7 +465,7 @@ def _run_membership_attacks(
             typer.echo(console.format_table(rows, title=title))
         for note in found.notes:
             typer.echo(note)
-        typer.echo(f"scores, models and numbers, all private: {path.parent}")
+        typer.echo(f"scores, models and results, all private: {path.parent}")
     return found
 
 
@@ -478,10 +476,11 @@ _DEFAULT_COUNTS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class VoteKeys(Section):
-    """Keys of `--kind poison` beside those of `Poisoning`: how votes are read.
+    """The keys of `--kind poison` that certify votes, in addition to those of `Poisoning`.
 
-    select: of the models, those that choose the class. alpha: error of each certificate. radii: L2
-    changes of the input besides, with sigma. changes: numbers of changed records to show.
+    select: number of models that choose the class. alpha: error of each certificate. radii: L2
+    radii of simultaneous changes of the input, with sigma. changes: numbers of changed records to
+    show.
     """
 
     select: Count = 6
@@ -491,12 +490,12 @@ class VoteKeys(Section):
 
     @property
     def all_radii(self) -> tuple[float, ...]:
-        """Return the radii, 0 first."""
+        """Return the radii, with 0 first."""
         return (0.0, *[radius for radius in self.radii if radius])
 
 
 def _audit_poison(asked: _Asked, settings: Poisoning, keys: VoteKeys) -> None:
-    """Certify answers against poisoned training records, by the votes of many models."""
+    """Certify answers against poisoned training records by the votes of many models."""
     from dpdist import pipeline
     from dpdist.runs.recipe import refuse_unused
     from dpdist.training.job import check_trainable
@@ -527,10 +526,7 @@ def _audit_poison(asked: _Asked, settings: Poisoning, keys: VoteKeys) -> None:
 def _poisoning_effect(
     settings: Poisoning, keys: VoteKeys, plan: PrivacyPlan, records: int
 ) -> PoisoningBound:
-    """Return the effect of changed records on one training, before it is trained.
-
-    Raises UserError.
-    """
+    """Return the effect of changed records on one training. Raises UserError."""
     from dpdist.poisoning import certificates
 
     certificates.check_options(settings.models, keys.select, keys.all_radii, settings.sigma)
@@ -545,20 +541,26 @@ def _poisoning_effect(
 def _certify_votes(
     votes: Votes, effect: PoisoningBound | None, settings: Poisoning, keys: VoteKeys
 ) -> list[PoisoningCertificates]:
-    """Return the statements: one of partitions; two of keys.
+    """Return the certificates of partitions; or of random models, with two errors.
 
-    Those of keys are each input's by itself, and one with which none of the whole set is false.
+    The first error is that of each input, the second one that of all inputs together.
     """
     from dpdist.certification.statistics import ERROR
     from dpdist.poisoning.certificates import certify_partitioned_models, certify_random_models
 
     if effect is None:
         return [certify_partitioned_models(votes)]
-    how: dict[str, Any] = {
-        "select": keys.select, "radii": keys.all_radii, "sigma": settings.sigma
-    }  # fmt: skip
-    errors = (keys.alpha, ERROR / len(votes.index))
-    return [certify_random_models(votes, effect, alpha=each, **how) for each in errors]
+    return [
+        certify_random_models(
+            votes,
+            effect,
+            alpha=error,
+            select=keys.select,
+            radii=keys.all_radii,
+            sigma=settings.sigma,
+        )
+        for error in (keys.alpha, ERROR / len(votes.index))
+    ]
 
 
 def _vote_rows(
@@ -572,14 +574,14 @@ def _vote_rows(
     counts = shown or [k for k in _DEFAULT_COUNTS if k <= max(2, each.largest_changes)]
     rows = [("inputs", f"{len(votes.index):,}"), ("models", _describe_models(votes, each))]
     rows.append(("right", f"{format_percent((each.prediction == votes.label).mean())} %"))
-    for one, what in zip(certificates, ("", ", of all inputs together"), strict=False):
+    for one, scope in zip(certificates, ("", ", of all inputs together"), strict=False):
         for radius in one.max_changes:
             shares = ", ".join(
                 f"{format_percent(one.certified_accuracy(votes.label, k, radius))} % at {k}"
                 for k in counts
             )
             moved = f" and an L2 change below {format_exact(radius)}" if radius else ""
-            rows.append((f"changed records withstood{moved}{what}", shares))
+            rows.append((f"changed records withstood{moved}{scope}", shares))
     rows += _assumption_rows(votes, certificates, plan)
     return [*rows, ("votes, private", str(path))]
 
@@ -588,12 +590,12 @@ def _describe_models(votes: Votes, certificate: PoisoningCertificates) -> str:
     total = len(votes.vote)
     if certificate.alpha == 0:
         return f"{total}, each on its own shard of the records, without privacy"
-    said = (
+    text = (
         f"{certificate.num_models} that vote, {total - certificate.num_models} others that "
         "chose the class"
     )
     bag = votes.settings.get("bag")
-    return said + (f"; each on {bag:,} random records, without privacy" if bag else "")
+    return text + (f"; each on {bag:,} random records, without privacy" if bag else "")
 
 
 def _assumption_rows(
@@ -606,35 +608,33 @@ def _assumption_rows(
     bag = votes.settings.get("bag")
     public = [("left out", "records whose input is a test input (data.drop_test_records)")]
     if votes.settings.get("data.public"):
-        public.append(("trusted", "data.public: whose hash lies there is no training record"))
-    error = (
-        "error",
-        f"alpha {certificates[0].alpha:g} each; of all together: {ERROR:g} (union bound)",
-    )
-    certified = ("certified", "what the recipe says most often over its secret keys")
-    if bag or certificates[0].alpha == 0:
-        what = "a record inserted or removed"
+        public.append(("trusted", "data.public: records with its hashes are not trained on"))
+    alpha = certificates[0].alpha
+    error = ("error", f"alpha {alpha:g} each; all together: {ERROR:g} (union bound)")
+    certified = ("certified", "the most frequent answer of the recipe over its secret keys")
+    zero_out = "a record blanked out or filled in, N fixed"
+    if bag or alpha == 0:
+        change = "a record inserted or removed"
         if votes.settings.get("data.max_train") is not None:
-            what = "a record blanked out or filled in, N fixed (data.max_train is a share of it)"
+            change = f"{zero_out} (data.max_train is a fraction of it)"
         return [
-            ("a change", f"{what}; another label is both"),
+            ("a change", f"{change}; a different label counts as two"),
             *public,
             *([error, certified] if bag else []),
         ]
-    one, all_of_them = plan.guarantee(), compose_vote_plans(plan, len(votes.vote)).guarantee()
-    what = {
-        "replace-one": "a record replaced by another",
-        "add-or-remove-one": "a record inserted or removed; another label or image is both",
-    }.get(
-        one.relation, "a record blanked out or filled in, N fixed; another label or image is both"
-    )
+    one, total = plan.guarantee(), compose_vote_plans(plan, len(votes.vote)).guarantee()
+    both = "; a different label or image counts as two"
+    change = {
+        "replace-one": "a record replaced by a different one",
+        "add-or-remove-one": f"a record inserted or removed{both}",
+    }.get(one.relation, f"{zero_out}{both}")
     return [
-        ("a change", what),
+        ("a change", change),
         *public,
         error,
         certified,
         ("one training", str(one)),
-        ("these votes, if published", f"epsilon = {format_epsilon(all_of_them.epsilon)}"),
+        ("these votes, if published", f"epsilon = {format_epsilon(total.epsilon)}"),
     ]
 
 

@@ -1,9 +1,4 @@
-"""``dpdist certify`` and ``predict``: certificates and certified answers.
-
-certify: certify a run's test split or a release's, or a stored table at another error. predict:
-label or ABSTAIN, with a certified radius, for single images; classes, or sampled texts, of a model
-of texts.
-"""
+"""Certify test splits (``dpdist certify``), and predict single inputs (``predict``)."""
 
 from __future__ import annotations
 
@@ -60,22 +55,22 @@ if TYPE_CHECKING:
     from dpdist.training.ensembles import QueryOracle
 
 
-# --- what --set says --------------------------------------------------------------------------
+# --- dpdist certify ---------------------------------------------------------------------------
 
 
 def resolve_settings(
     asked: Mapping[str, Any], default: Certificate | None, model: nn.Module, path: Path
 ) -> Certificate:
-    """Return the certificate that is asked for, the usual one where nothing else is.
+    """Return the requested certificate, with the default's values for other settings.
 
     Args:
-        asked: settings by name.
-        default: of the recipe or release.
-        model: what is certified: noise of its own and smoothing exclude each other.
-        path: it lies, for complaints.
+        asked: requested settings by name.
+        default: the certificate of the recipe or release.
+        model: the model to certify, whose own noise must fit the settings.
+        path: its path, for error messages.
 
     Raises:
-        UserError: a setting belongs to another certificate, or to another model.
+        UserError: a setting does not belong to this kind of certificate or model.
     """
     from dpdist.certification.registry import settings_of
     from dpdist.randomness.noise_location import resolve_smoothing_sigma
@@ -87,18 +82,17 @@ def resolve_settings(
     return settings_of({**asked, "sigma": sigma}, default)
 
 
-# --- dpdist certify ---------------------------------------------------------------------------
-
-
 _Sigma = Annotated[
-    float | None, option("Noise in input units, as certify.sigma of the recipe.", Positive)
+    float | None,
+    option("Standard deviation of the noise, in input units; like certify.sigma.", Positive),
 ]
-_N = Annotated[int | None, option("Samples of each input, as certify.n of the recipe.", Count)]
+_N = Annotated[int | None, option("Noise samples per input; like certify.n.", Count)]
 _Radii = Annotated[
-    str | None, option("Radii to report or decide, ascending: 0.25,0.5; as certify.radii.")
+    str | None, option("Radii to report or decide, ascending: 0.25,0.5; like certify.radii.")
 ]
 _Workers = Annotated[
-    int | None, option("Workers (default: all CPUs), as resources.certify_actors.", ProcessCount)
+    int | None,
+    option("Number of workers (default: all CPUs); like resources.certify_actors.", ProcessCount),
 ]
 _SECTIONS: dict[str, Sequence[str] | None] = {
     "certify": None,
@@ -115,7 +109,7 @@ def certify_command(
             metavar="RUN|RELEASE|TABLE",
             autocompletion=run_names,
             help="A run folder, its name under --runs, its archive's address, a release, or the "
-            "folder of a finished table; omit it with --model.",
+            "folder of a finished table. Omit it with --model.",
         ),
     ] = None,
     changes: Changes = None,
@@ -133,24 +127,23 @@ def certify_command(
     trust_factory: TrustFactory = None,
     signer: Signer = None,
 ) -> None:
-    """Certify the test split on all CPUs; the same command continues what was interrupted.
+    """Certify the test split on all CPUs; repeat the command to resume.
 
     Settings are those of the recipe, with the changes of --set: certify.mode=target-radius,
-    certify.alpha=0.01, certify.every=20. Of a release, the test split is that of the data that it
-    names, below data.root; the table goes to --output, by default certificates/NAME/SETTINGS here.
+    certify.alpha=0.01, certify.every=20. For a release, the test data that it names are read from
+    data.root, and the table is written to --output (default: certificates/NAME/SETTINGS here).
 
-    A model with noise in its first hidden layer is certified under that noise, by expected scores;
-    with --sigma, it is smoothed at its inputs as well, and both noises certify, in quadrature. A
-    model with noise on its input is smoothed by that noise unless --sigma says otherwise, and noise
-    that it has further inside is drawn with it.
+    A model with noise in its first hidden layer is certified with that noise, by expected scores;
+    with --sigma, its inputs are smoothed too, and both noises add in quadrature. A model with noise
+    on its input is smoothed by that noise, unless you give --sigma; noise in later layers is
+    sampled with it.
 
-    With --model, --weights and --data, a model that was trained elsewhere is first imported into a
-    run with the name of the file of weights, as by `dpdist import`.
+    With --model, --weights and --data, a model that was trained elsewhere is first imported, like
+    with `dpdist import`, into a run named like the file of weights.
 
-    Of a TABLE, the stored counts are certified at another error, without the model: give
-    --set certify.alpha=A. With --set attacked.attack=pgd and --set attacked.size=0.1, attacked
-    copies of the inputs are certified, as papers measure it; that is not a certificate of the clean
-    input.
+    For a TABLE, the stored counts are certified again without the model, with a different error:
+    give --set certify.alpha=A. With --set attacked.attack=pgd and --set attacked.size=0.1, attacked
+    copies of the inputs are certified, as papers do; this does not certify the clean inputs.
     """
     asked = changes_by_section(changes, _SECTIONS)
     given = {"sigma": sigma, "n": n, "radii": parse_numbers(radii, "--radii")}
@@ -159,13 +152,15 @@ def certify_command(
         asked["resources"]["certify_actors"] = workers
     foreign = {"weights": weights, "data": data, "normalize": normalize}
     if model is not None:
-        run = str(_imported(model, foreign, asked, runs, run).path)
+        if run is not None:
+            raise UserError(f"RUN: must be left out with --model, got {run}")
+        run = str(_imported(model, foreign, asked, runs).path)
     elif stray := [f"--{key}" for key, value in foreign.items() if value]:
         raise UserError(f"{', '.join(stray)}: must be left out without --model")
     elif run is None:
         raise UserError(
-            "RUN: must be a run or a release, or give --model, --weights and --data of a model "
-            "that was trained elsewhere"
+            "RUN: must be a run or a release; for a model that was trained elsewhere, give --model,"
+            " --weights and --data"
         )
     measured: list[tuple[str, str]] = []
     if (table := _table_folder(run)) is not None:
@@ -178,14 +173,11 @@ def certify_command(
 
 
 def _imported(
-    model: str, foreign: dict[str, Any], asked: dict[str, dict[str, Any]], runs: Path,
-    run: str | None,
-) -> RunFolder:  # fmt: skip
-    """Return the run of a model from elsewhere, imported. Raises UserError."""
+    model: str, foreign: dict[str, Any], asked: dict[str, dict[str, Any]], runs: Path
+) -> RunFolder:
+    """Import a model that was trained elsewhere, and return its run. Raises UserError."""
     from dpdist.runs.folder import RunFolder
 
-    if run is not None:
-        raise UserError(f"RUN: must be left out with --model, got {run}")
     if foreign["data"] is None:
         raise UserError("--data: must be given with --model: the test inputs to certify")
     if asked["certify"].get("sigma") is None:
@@ -207,8 +199,7 @@ def _imported(
 def _certify_release(
     release: Release, asked: dict[str, dict[str, Any]], output: Path | None
 ) -> CertificateTable:
-    """Certify the test split that a release names, with its settings where nothing else is asked
-    for."""
+    """Certify the test split that a release names, with the requested changes of its settings."""
     from dpdist import data, pipeline
     from dpdist.certification.job import certify
     from dpdist.certifying import parse_resources
@@ -216,7 +207,7 @@ def _certify_release(
     from dpdist.training.records import data_source_under
 
     if asked["attacked"]:
-        raise UserError("--set attacked: is for a run, not for a release")
+        raise UserError("--set attacked: must be left out with a release; it needs a run")
     resources = parse_resources(asked["resources"])
     root = asked["data"].get("root")
     source = data_source_under(release.description.data, None if root is None else Path(root))
@@ -225,12 +216,12 @@ def _certify_release(
     settings = resolve_settings(asked["certify"], default, subject.model, release.path)
     output = output or Path("certificates", release.name, settings.folder_name)
     if release.path.resolve() in (output.resolve(), *output.resolve().parents):
-        raise UserError(f"--output: {output} lies in the release, which stays as it was published")
+        raise UserError(f"--output: must be outside of the release, got {output}")
     output.parent.mkdir(parents=True, exist_ok=True)
     log_file = output.parent / "ray.log"
     with pipeline.run_session(log_file, executor=executor_name()) as executor:
         executor.check_nodes(PACKAGES, output.parent.resolve())
-        with console.progress(f"certifying, {settings.folder_name}", "inputs", "draws") as show:
+        with console.progress(f"certifying, {settings.folder_name}", "inputs", "samples") as show:
             return certify(
                 subject,
                 dataset,
@@ -246,13 +237,13 @@ def _certify_release(
 def _certify_run(
     run: str, runs: Path, asked: dict[str, dict[str, Any]], output: Path | None
 ) -> tuple[CertificateTable, str, list[tuple[str, str]]]:
-    """Return the table of a run, the run's name, and what attacked copies measured."""
+    """Return the table of a run, the run's name, and the results on attacked copies."""
     from dpdist.certification.registry import settings_of
     from dpdist.runs.archive import open_run_or_archive
 
     folder = open_run_or_archive(run, runs)
     folder.require_trained()
-    console.log(f"certifying: {folder.path}")  # before torch and Ray are loaded
+    console.log(f"certifying: {folder.path}")  # before torch and Ray, which load slowly
     changes = {
         f"{section}.{key}": value
         for section in ("resources", "data")
@@ -261,7 +252,7 @@ def _certify_run(
     recipe = load_trained_recipe(folder, "certify", changes)
     default = None if recipe.certify is None else recipe.certify.sigma
     if asked["certify"].get("sigma", default) is not None:
-        settings_of(asked["certify"], recipe.certify)  # refused before torch is loaded
+        settings_of(asked["certify"], recipe.certify)  # to fail before torch is loaded
     from dpdist import pipeline
     from dpdist.evaluation import load_subject
 
@@ -297,18 +288,20 @@ def _certify_run(
 
 
 def _table_folder(named: str) -> Path | None:
-    """Return the folder of a finished table; None where a path is none."""
+    """Return the folder of a finished table; None for other paths."""
     from dpdist.release.files import is_release
 
     path = Path(named)
     folder = path.parent if path.name == "certificates.parquet" else path
-    return (
-        folder if (folder / "certificates.parquet").is_file() and not is_release(folder) else None
-    )
+    is_table = (folder / "certificates.parquet").is_file() and not is_release(folder)
+    return folder if is_table else None
 
 
 def _recertified(folder: Path, asked: dict[str, dict[str, Any]]) -> CertificateTable:
-    """Write the stored counts of a table at another error, beside it. Raises UserError."""
+    """Certify the counts of a table with a different error, in a new folder next to it.
+
+    Raises UserError.
+    """
     from dpdist.certification import table as tables
     from dpdist.certification.table_reader import read, recertify
     from dpdist.cluster.job_folder import SETTINGS
@@ -317,13 +310,13 @@ def _recertified(folder: Path, asked: dict[str, dict[str, Any]]) -> CertificateT
     alpha = asked["certify"].pop("alpha", None)
     if any(asked.values()) or not isinstance(alpha, float):
         raise UserError(
-            f"{folder}: is a table, whose counts are certified again without the model: give "
-            "--set certify.alpha=A with A between 0 and 1, and nothing else"
+            f"{folder}: a table can only be certified again with a different error: give only "
+            "--set certify.alpha=A, with A between 0 and 1"
         )
     table = recertify(tables.read(folder / tables.TABLE), alpha)
     new = folder.with_name(f"{folder.name}-alpha-{alpha:g}")
     if (new / SETTINGS).exists():
-        raise UserError(f"{new}: holds a certification, which would be replaced; choose another")
+        raise UserError(f"{new}: already contains a certification; choose a different alpha")
     tables.write(table, new / tables.TABLE)
     run = RunFolder(folder.parent.parent)
     if run.archive.exists():
@@ -336,7 +329,7 @@ def _recertified(folder: Path, asked: dict[str, dict[str, Any]]) -> CertificateT
 def _print_table(
     name: str, table: CertificateTable, measured: list[tuple[str, str]], as_json: bool
 ) -> None:
-    """measured: of attacked copies, in place of their certificates."""
+    """Print the certificates of a table, or the results on attacked copies (`measured`)."""
     if as_json:
         from dpdist.reports.export import table_as_json
 
@@ -363,21 +356,23 @@ _Inputs = Annotated[
     typer.Argument(
         callback=path_callback(),
         metavar="[FILE]...",
-        help="Image files, .npy arrays of the model's input shape, tables of features (.csv, "
-        ".jsonl, .parquet), of which each row is an input, or files of one text each; with --to, "
-        "one file with a prompt on each line (.jsonl: texts or messages).",
+        help="Image files, .npy arrays of the model's input shape, tables of features with one "
+        "input per row (.csv, .jsonl, .parquet), or files with one text each. With --to, files "
+        "with one prompt per line (.jsonl: texts or messages).",
     ),
 ]
 _Texts = Annotated[
     list[str] | None,
-    option("A text, of a model of texts. May be repeated.", None, "--text", metavar="TEXT"),
+    option("An input text. You can repeat it.", None, "--text", metavar="TEXT"),
 ]
-_LabelOnly = Annotated[bool, flag("--label-only", "No radius: the two-sided test of the label.")]
-_PredictAsJson = Annotated[bool, flag("--json", "Print one JSON object for each input.")]
+_LabelOnly = Annotated[
+    bool, flag("--label-only", "Decide only the label, by a two-sided test, without a radius.")
+]
+_PredictAsJson = Annotated[bool, flag("--json", "Print one JSON object per input.")]
 _To = Annotated[
     Path | None,
     path_option(
-        "Sample texts from a released model of next tokens into this new folder, with the card.",
+        "Sample texts from a released language model into this new folder, with its privacy card.",
         metavar="FOLDER",
     ),
 ]
@@ -395,16 +390,16 @@ def predict_command(
     trust_factory: TrustFactory = None,
     signer: Signer = None,
 ) -> None:
-    """Predict with fresh secret noise, on this machine, by a run's model or a released one.
+    """Predict with fresh secret noise, on this machine, with the model of a run or a release.
 
-    The noise is that of the recipe; --set certify.sigma=S, certify.n=N and certify.alpha=A change
-    it. A model of texts answers without noise, as texts have no certificate: with the label, or
-    with the most probable next tokens.
+    The noise is that of the recipe; change it by --set certify.sigma=S, certify.n=N and
+    certify.alpha=A. A model of texts answers without noise and certificates, with the label or the
+    most probable next tokens.
 
-    With --to, a released model of next tokens continues the prompts, at no further cost of privacy:
-    --set sampling.count=N texts for each prompt, with sampling.max_tokens, sampling.temperature (0:
-    the most probable token) and sampling.seed. The folder holds the texts, the release's privacy
-    card, and what the card does not promise.
+    With --to, a released language model continues the prompts, which adds nothing to epsilon: it
+    writes --set sampling.count=N texts per prompt; you can also set sampling.max_tokens,
+    sampling.temperature (0: the most probable token) and sampling.seed. The folder has the texts,
+    the release's privacy card, and a page about the limits of the card.
     """
     from dpdist.runs.folder import open_run
 
@@ -440,10 +435,10 @@ def predict_command(
     if recipe is not None and recipe.method.capabilities.not_releasable_reason is not None:
         from dpdist.training.ensembles import QueryOracle
 
-        if given or label_only:  # no answer is used up for what it does not have
+        if given or label_only:  # before an answer of the budget is used
             raise UserError(
-                "--set certify, --label-only: must be left out, as this run's answers are paid for "
-                "and have no certificate"
+                "--set certify, --label-only: must be left out: the answers of this run have no "
+                "certificate"
             )
         _predict_with_paid_answers(QueryOracle(recipe, folder), saved, files or [], as_json)
         return
@@ -451,9 +446,13 @@ def predict_command(
 
 
 def _write_texts(
-    run: str, release: Release | None, files: Sequence[Path], texts: list[str] | None,
-    sampling: dict[str, Any], to: Path,
-) -> None:  # fmt: skip
+    run: str,
+    release: Release | None,
+    files: Sequence[Path],
+    texts: list[str] | None,
+    sampling: dict[str, Any],
+    to: Path,
+) -> None:
     """Sample texts from a release into a new folder. Raises UserError."""
     import secrets
 
@@ -462,7 +461,7 @@ def _write_texts(
 
     if release is None:
         raise UserError(
-            f"--to: samples from a release, got the run {run}; make one with `dpdist release`"
+            f"--to: must be given a release, got the run {run}; write one with `dpdist release`"
         )
     prompts = [*(texts or ())]
     for path in files:
@@ -470,12 +469,12 @@ def _write_texts(
     usual = {"count": 1, "max_tokens": 100, "temperature": 1.0, "seed": secrets.randbits(32)}
     how = parse_section(Sampling, usual | sampling, "sampling")
     folder = write_texts(release, prompts or [""], how, to)
-    console.log(f"{folder / PAGE}: says what the card promises, and what it does not")
+    console.log(f"{folder / PAGE}: describes the guarantee and its limits")
     typer.echo(str(folder))
 
 
 def _text_answerer(recipe: Any, saved: _SavedModel) -> TextAnswerer:
-    """Return the answerer of a run of texts. Raises UserError where answers are paid for."""
+    """Return the answerer of a run of texts. Raises UserError if its model must not be used."""
     from dpdist.release.answers import TextAnswerer
     from dpdist.training.records import data_source
 
@@ -489,18 +488,18 @@ def _text_answerer(recipe: Any, saved: _SavedModel) -> TextAnswerer:
 def _require_inputs(
     files: list[Path] | None, texts: list[str] | None, tokens: bool, where: Path
 ) -> None:
-    """Raise UserError where nothing is asked, or texts are that the model does not take."""
+    """Raise UserError without inputs, or for texts if the model does not read texts."""
     if texts and not tokens:
-        raise UserError(f"--text: must be left out, as {where} takes no texts")
+        raise UserError(f"--text: must be left out: the inputs of {where} are not texts")
     if not files and not texts:
-        wanted = "a text by --text, or files of texts" if tokens else "image files or .npy arrays"
+        wanted = "--text, or files of texts" if tokens else "image files or .npy arrays"
         raise UserError(f"FILE: must be given: {wanted}")
 
 
 def _documents(files: list[Path] | None, texts: list[str] | None) -> list[tuple[str, str]]:
-    """Return names and texts: of files, without the line feed at their ends, and as given."""
-    found = [(str(path), read_text(path).removesuffix("\n")) for path in files or ()]
-    return found + [(quoted(text), text) for text in texts or ()]
+    """Return name and text of each file, without a final line feed, and of each given text."""
+    documents = [(str(path), read_text(path).removesuffix("\n")) for path in files or ()]
+    return documents + [(quoted(text), text) for text in texts or ()]
 
 
 def _answer_texts(
@@ -509,34 +508,36 @@ def _answer_texts(
     column = answerer.column
     shown: Callable[[str], str] = str
     if column.predicts_next_token and column.tokenizer is not None:
-        shown = repr  # tokens that differ by a space alone
+        shown = repr  # some tokens differ only by a space
     for name, text in documents:
         answer = answerer(text)
         if as_json:
             console.print_json({"text": name} | answer.as_json)
         elif targets == "class":
             shares = [f"{shown(each)} {format_percent(p)} %" for each, p in answer.likely]
-            typer.echo(f"{name}: {', '.join(shares) or 'no answer: its numbers are not finite'}")
+            typer.echo(f"{name}: {', '.join(shares) or _NOT_FINITE}")
         else:
-            told = answer.outputs
+            values = answer.outputs
             if targets == "labels":
-                told = tuple(float(value > 0) for value in told)
-            typer.echo(f"{name}: {' '.join(f'{value:.6g}' for value in told)}")
+                values = tuple(float(value > 0) for value in values)
+            typer.echo(f"{name}: {' '.join(f'{value:.6g}' for value in values)}")
+
+
+_NOT_FINITE = "no answer: its scores are not finite"
 
 
 @dataclass(frozen=True)
 class _SavedModel:
-    """Where a model lies, how it is meant to be certified, names of its classes, what its outputs
-    are, whether it reads texts, and the model."""
+    """A model of a run or release, with what `dpdist predict` needs to know about it."""
 
     path: Path
     certificate: Certificate | None
     classes: tuple[str, ...]
     targets: str
-    tokens: bool
+    tokens: bool  # whether it reads texts
     load_model: Callable[[], nn.Module]
-    pictures: ReleasedPictures | None  # how pictures are brought to the input; None: they are not
-    bounded: bool  # numbers of images lie in [0, 1]
+    pictures: ReleasedPictures | None  # how images are resized; None: they are not
+    bounded: bool  # whether inputs are in [0, 1]
     columns: Any  # names of the features of a table
 
 
@@ -544,15 +545,22 @@ def _saved_release(release: Release) -> _SavedModel:
     about = release.description
     release.require_single_input()
     return _SavedModel(
-        release.path, about.certificate, about.classes, about.data.targets, about.tokens,
-        lambda: release.model, about.pictures, not about.raw_inputs, about.data.columns,
-    )  # fmt: skip
+        path=release.path,
+        certificate=about.certificate,
+        classes=about.classes,
+        targets=about.data.targets,
+        tokens=about.tokens,
+        load_model=lambda: release.model,
+        pictures=about.pictures,
+        bounded=not about.raw_inputs,
+        columns=about.data.columns,
+    )
 
 
 def _saved_run(folder: RunFolder, recipe: Any) -> _SavedModel:
     from dpdist import models
     from dpdist.core.files import read_json
-    from dpdist.evaluation import load_model  # only now: what is refused needs no data
+    from dpdist.evaluation import load_model  # after the checks, since it loads torch
     from dpdist.release.bundle import refuse_fields
     from dpdist.release.description import ReleasedPictures
 
@@ -563,16 +571,22 @@ def _saved_run(folder: RunFolder, recipe: Any) -> _SavedModel:
         imported = read_json(folder.imported, {"data": dict})["data"]
         pictures = ReleasedPictures(resize=imported["resize"])
     return _SavedModel(
-        folder.model_folder, recipe.certify, tuple(data.class_names), data.targets,
-        data.text is not None, lambda: load_model(recipe, folder),
-        pictures, recipe.by_script is None, data.columns,
-    )  # fmt: skip
+        path=folder.model_folder,
+        certificate=recipe.certify,
+        classes=tuple(data.class_names),
+        targets=data.targets,
+        tokens=data.text is not None,
+        load_model=lambda: load_model(recipe, folder),
+        pictures=pictures,
+        bounded=recipe.by_script is None,
+        columns=data.columns,
+    )
 
 
 def _predict_smoothed(
     saved: _SavedModel, files: list[Path], given: dict[str, Any], label_only: bool, as_json: bool
 ) -> None:
-    """Print label and radius of inputs; without any noise the label alone, and that it is plain."""
+    """Print label and radius of inputs; only the label of a model without noise."""
     from dpdist import models
 
     options = {"n": DEFAULT_DRAWS, "alpha": DEFAULT_ALPHA} | given
@@ -600,17 +614,15 @@ def _predict_smoothed(
         if label_only:
             label, radius = predictor.predict(x), None
         else:
-            with console.progress(Path(name).name, "blocks of draws") as show:
+            with console.progress(Path(name).name, "blocks of samples") as show:
                 verdict = predictor.certify(x, show)
             label, radius = verdict.prediction, verdict.radius
-        said = "ABSTAIN" if label == -1 else saved.classes[label]
+        text = "ABSTAIN" if label == -1 else saved.classes[label]
         if label != -1 and radius is not None:
-            said += f" (L2 radius {format_radius(radius)})"
-        more = {
-            "abstain": label == -1, "radius": radius, "norm": "l2", "sigma": sigma,
-            "alpha": settings.alpha,
-        }  # fmt: skip
-        _print_label(name, saved.classes, label, more, said, as_json)
+            text += f" (L2 radius {format_radius(radius)})"
+        certified = {"radius": radius, "norm": "l2", "sigma": sigma, "alpha": settings.alpha}
+        more = {"abstain": label == -1, **certified}
+        _print_label(name, saved.classes, label, more, text, as_json)
 
 
 def _plain_outputs(model: nn.Module, inputs: list[tuple[str, Tensor]]) -> Tensor:
@@ -623,42 +635,41 @@ def _plain_outputs(model: nn.Module, inputs: list[tuple[str, Tensor]]) -> Tensor
 
 
 def _tell_values(saved: _SavedModel, files: list[Path], as_json: bool) -> None:
-    """Print what a model of numbers or labels says, without noise: numbers as they are, of labels
-    which are 1."""
+    """Print the outputs of a model of numbers, or which labels of a model of labels are 1."""
     from dpdist import models
 
     inputs = _read_inputs(saved, files, models.read_spec(saved.path).input_shape)
     outputs = _plain_outputs(saved.load_model(), inputs).double().tolist()
     for (name, _), values in zip(inputs, outputs, strict=True):
-        told = values if saved.targets == "number" else [int(value > 0) for value in values]
+        answer = values if saved.targets == "number" else [int(value > 0) for value in values]
         if as_json:
-            console.print_json({"image": name, saved.targets: told, "outputs": values})
+            console.print_json({"image": name, saved.targets: answer, "outputs": values})
         else:
-            typer.echo(f"{name}: {' '.join(f'{value:.6g}' for value in told)}")
+            typer.echo(f"{name}: {' '.join(f'{value:.6g}' for value in answer)}")
 
 
 def _tell_plain_labels(
     saved: _SavedModel, model: nn.Module, inputs: list[tuple[str, Tensor]], as_json: bool
 ) -> None:
-    """Print the labels that a model without noise says, and that nothing is certified of them."""
+    """Print the labels of a model without noise, and that they are not certified."""
     from dpdist import models
 
     console.log(
-        f"{saved.path}: no noise is named, so these are plain predictions without a certificate; "
-        "--set certify.sigma=S certifies"
+        f"{saved.path}: predictions without noise and without a certificate; to certify, use --set "
+        "certify.sigma=S"
     )
     labels = models.predicted_classes(_plain_outputs(model, inputs)).tolist()
     for (name, _), label in zip(inputs, labels, strict=True):
-        said = "no answer: its numbers are not finite" if label == -1 else saved.classes[label]
+        text = _NOT_FINITE if label == -1 else saved.classes[label]
         uncertified = {"radius": None, "norm": None, "sigma": None, "alpha": None}
         more = {"abstain": label == -1, **uncertified, "certified": False}
-        _print_label(name, saved.classes, label, more, f"{said} (no certificate)", as_json)
+        _print_label(name, saved.classes, label, more, f"{text} (no certificate)", as_json)
 
 
 def _predict_with_paid_answers(
     oracle: QueryOracle, saved: _SavedModel, files: list[Path], as_json: bool
 ) -> None:
-    """Answers that are paid for, each counted; an image answered before is answered so again."""
+    """Print answers that use the run's budget; repeated images get their previous answer."""
     import torch
 
     inputs = _read_inputs(saved, files, oracle.input_shape)
@@ -670,14 +681,14 @@ def _predict_with_paid_answers(
 
 
 def _print_label(
-    name: str, classes: Sequence[str], label: int, more: dict[str, Any], said: str, as_json: bool
+    name: str, classes: Sequence[str], label: int, more: dict[str, Any], text: str, as_json: bool
 ) -> None:
-    """Print an input's label, -1 where there is none, as JSON with more keys, or as it is said."""
+    """Print an input's answer: as JSON, with `more` keys, or as `text`. label: -1 without one."""
     if as_json:
         named = None if label == -1 else classes[label]
         console.print_json({"image": name, "label": label, "class": named, **more})
     else:
-        typer.echo(f"{name}: {said}")
+        typer.echo(f"{name}: {text}")
 
 
 _TABLES = (".csv", ".jsonl", ".parquet")
@@ -686,25 +697,26 @@ _TABLES = (".csv", ".jsonl", ".parquet")
 def _read_inputs(
     saved: _SavedModel, files: list[Path], shape: tuple[int, ...]
 ) -> list[tuple[str, Tensor]]:
-    """Return name and input of each file; each row of a table is one, FILE:ROW."""
+    """Return name and input of each file; for a table, those of each row (FILE:ROW)."""
     from dpdist.certification.predict import to_model_input
 
     if not saved.bounded and any(file.suffix not in (*_TABLES, ".npy") for file in files):
         console.log(
-            "pictures: numbers of 8 bits are divided by 255; how the script scaled its inputs is "
-            "not known here"
+            "images: pixels are divided by 255; check that this is how your script scaled its "
+            "inputs, which dpdist does not know"
         )
     if saved.pictures is not None:
         console.log(f"{saved.pictures.describe(shape)}, as the test inputs were")
-    found = []
+    inputs = []
     for file in files:
-        values = _read_rows(saved, file) if file.suffix.lower() in _TABLES else None
+        rows = _read_rows(saved, file) if file.suffix.lower() in _TABLES else None
         try:
-            rows = [(str(file), _read_array(saved, file, shape))] if values is None else values
-            found += [(n, to_model_input(x, shape, bounded=saved.bounded)) for n, x in rows]
+            if rows is None:
+                rows = [(str(file), _read_array(saved, file, shape))]
+            inputs += [(n, to_model_input(x, shape, bounded=saved.bounded)) for n, x in rows]
         except ValueError as error:
             raise UserError(f"{file}: {error_text(error)}") from error
-    return found
+    return inputs
 
 
 def _read_rows(saved: _SavedModel, file: Path) -> list[tuple[str, Any]]:
@@ -712,16 +724,17 @@ def _read_rows(saved: _SavedModel, file: Path) -> list[tuple[str, Any]]:
     from dpdist.data.parquet import Columns, read_features
 
     if not (saved.columns and saved.columns.features):
-        raise UserError(f"{file}: a table is for models of features; give pictures or arrays")
+        raise UserError(f"{file}: must be an image or an array: the model does not read features")
     columns = Columns(
-        label=saved.columns.label, features=tuple(saved.columns.features),
+        label=saved.columns.label,
+        features=tuple(saved.columns.features),
         preprocessing=tuple(saved.columns.preprocessing.items()),
-    )  # fmt: skip
+    )
     return [(f"{file}:{number}", row) for number, row in enumerate(read_features(file, columns))]
 
 
 def _read_array(saved: _SavedModel, file: Path, shape: tuple[int, ...]) -> Any:
-    """Return the values of an array's file, or of a picture."""
+    """Return the values of an array file, or of an image."""
     import numpy as np
 
     from dpdist.data.parquet import decode_picture
@@ -731,10 +744,10 @@ def _read_array(saved: _SavedModel, file: Path, shape: tuple[int, ...]) -> Any:
         if file.suffix != ".npy":
             pixels = decode_picture(read_bytes(file, MAX_JSON_BYTES))
             return pixels if saved.pictures is None else saved.pictures.fit(pixels, shape)
-        values = np.load(file, mmap_mode="r", allow_pickle=False)  # its size was not checked
+        values = np.load(file, mmap_mode="r", allow_pickle=False)  # mapped, as it may be large
     except UserError:
         raise
-    except Exception as error:  # numpy raises whatever a damaged file leads it to
-        raise UserError(f"{file}: not a readable image: {error_text(error)}") from error
+    except Exception as error:  # numpy raises many types for damaged files
+        raise UserError(f"{file}: is not a readable image: {error_text(error)}") from error
     rules = saved.columns.feature_rules if saved.columns is not None else None
     return Preprocessing(rules).transform_record(values) if rules else values

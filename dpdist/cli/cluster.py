@@ -1,4 +1,4 @@
-"""``dpdist cluster``: check a cluster file, submit a recipe, follow it, fetch its report."""
+"""Check cluster files, submit recipes, follow jobs and fetch reports (``dpdist cluster``)."""
 
 from __future__ import annotations
 
@@ -33,25 +33,23 @@ if TYPE_CHECKING:
 
 cluster_app = typer.Typer(
     cls=GroupedCommands,
-    help="Run on a Ray cluster: check its file, submit recipes, follow, fetch.",
+    help="Run on a Ray cluster: check its file, submit recipes, follow jobs, fetch reports.",
     no_args_is_help=True,
 )
-JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")]
 ClusterRuns = Annotated[
     str | None,
-    option("The folder of runs on the cluster (default: $DPDIST_RUNS there).", None, "--runs"),
+    option("Folder of runs on the cluster (default: $DPDIST_RUNS there).", None, "--runs"),
 ]
-Followed = Annotated[bool, flag("--follow/--no-follow", "Show progress and fetch the report.")]
 Send = Annotated[
     list[Path] | None,
     typer.Option(
         "--send",
         callback=path_callback(),
-        help="A file or folder here that is sent as well (again for each).",
+        help="A further file or folder of this folder to send. You can repeat it.",
     ),
 ]
 DEFAULT_FETCH_FOLDER = Path("fetched")
-_MAX_LISTED = 10  # of what is not sent
+_MAX_LISTED = 10  # of the files that are not sent
 
 
 @cluster_app.command("check")
@@ -60,17 +58,17 @@ def check(
         Path, typer.Argument(callback=path_callback(), help="cluster.yaml, or KubeRay manifests.")
     ],
 ) -> None:
-    """Check a cluster file without touching a cloud: Ray's schema, and five rules of security.
+    """Check a cluster file offline: Ray's schema, and five security rules.
 
-    Every complaint names file, key and what would be right; exit code 2 when there is one.
+    Each error names file, key and cure; the exit code is then 2.
     """
     from dpdist.cluster.cluster_file import check_file
 
-    complaints, notes = check_file(file)
+    errors, notes = check_file(file)
     for note in notes:
         typer.echo(f"{file}: note: {note}")
-    if complaints:
-        raise UserError("\n".join(f"{file}: {complaint}" for complaint in complaints))
+    if errors:
+        raise UserError("\n".join(f"{file}: {error}" for error in errors))
     typer.echo(f"{file}: good")
 
 
@@ -83,7 +81,7 @@ def template(
 
     known = templates()
     if name not in known:
-        raise UserError(f"{name}: no such template; there are {', '.join(sorted(known))}")
+        raise UserError(f"NAME: must be one of {', '.join(sorted(known))}, got {name}")
     typer.echo(known[name], nl=False)
 
 
@@ -92,14 +90,16 @@ def submit(
     recipe: RecipeArgument,
     changes: Changes = None,
     runs: ClusterRuns = None,
-    follow: Followed = True,
+    follow: Annotated[
+        bool, flag("--follow/--no-follow", "Show progress, and fetch the report at the end.")
+    ] = True,
     send: Send = None,
 ) -> None:
-    """Send the current directory and run a recipe on the cluster; fetch the report at the end.
+    """Send the current folder and run a recipe on the cluster; fetch the report at the end.
 
-    What is sent is code and recipes, public weights that the recipe reads, and what --send names;
-    the rest is named and stays. Data, budgets, runs, private folders, hidden files and keys are
-    never sent. Ctrl-C leaves the job running.
+    Code and recipes, public weights that the recipe reads, and files given by --send are sent;
+    other files are listed and not sent. Data, budgets, runs, private folders, hidden files and keys
+    are never sent. Ctrl-C leaves the job running.
     """
     from dpdist.cluster.submission import JobClient
     from dpdist.core import console
@@ -108,15 +108,15 @@ def submit(
     path, here = find_recipe(recipe), Path.cwd()
     resolved = resolve_recipe(recipe, changes=parse_changes(changes))
     run = resolved.name
-    by_name = Path(recipe).suffix == ""  # one that comes along is installed on the cluster too
+    by_name = Path(recipe).suffix == ""  # recipes of dpdist are installed on the cluster too
     if not by_name and not path.resolve().is_relative_to(here):
-        raise UserError(f"{recipe}: must lie in the current directory, which is sent: {here}")
+        raise UserError(f"{recipe}: must be in the current folder, which is sent: {here}")
     file = recipe if by_name else str(path.resolve().relative_to(here))
     command = ["dpdist", "run", file, *([] if runs is None else ["--runs", runs])]
     for change in changes or ():
         command += ["--set", change]
     if by_name and send:
-        raise UserError(f"--send: must be left out with {recipe}, of which nothing is sent")
+        raise UserError(f"--send: must be left out with {recipe}, a recipe of dpdist")
     jobs = JobClient()
     job = f"{run}-{secrets.token_hex(4)}"
     with tempfile.TemporaryDirectory(prefix="dpdist-submit-") as scratch:
@@ -125,18 +125,18 @@ def submit(
             folder = Path(scratch) / "package"
             _pack_working_directory(resolved, send or [], folder)
             if not (folder / command[2]).exists():
-                raise UserError(f"{recipe}: lies in a folder that is never sent; move it")
+                raise UserError(f"{recipe}: is in a folder that is never sent; move it")
         about = {"run": run, "runs": runs or ""}
         jobs.submit(job, shlex.join(command), working_dir=folder, metadata=about)
     console.log(f"job {job} is submitted to {jobs.address}")
     if follow:
         _follow_and_fetch(jobs, job)
     else:
-        console.log(f"follow it: dpdist cluster status {job} --follow")
+        console.log(f"to follow it: dpdist cluster status {job} --follow")
 
 
 def _pack_working_directory(recipe: Recipe, send: Sequence[Path], target: Path) -> None:
-    """Copy what of the current directory is sent into `target`; say what is, and what is not."""
+    """Copy the files to send into `target`, and log which files are sent and which are not."""
     from dpdist.cluster.submission import PackageSpec, excluded_paths, pack
     from dpdist.core import console
 
@@ -150,15 +150,12 @@ def _pack_working_directory(recipe: Recipe, send: Sequence[Path], target: Path) 
     packed = pack(sending, target)
     console.log(f"sending {len(packed.files)} files, {packed.size / 1024:,.0f} KiB")
     if packed.excluded:
-        more = (
-            f" and {len(packed.excluded) - _MAX_LISTED:,} more"
-            if len(packed.excluded) > _MAX_LISTED
-            else ""
-        )
+        hidden = len(packed.excluded) - _MAX_LISTED
+        more = f" and {hidden:,} more" if hidden > 0 else ""
         console.log(
-            "not sent, neither code nor a recipe: "
-            f"{', '.join(packed.excluded[:_MAX_LISTED])}{more}; what the job needs of files that "
-            "hold no data, name with --send"
+            f"not sent, since it is not code or a recipe: "
+            f"{', '.join(packed.excluded[:_MAX_LISTED])}{more}; use --send for files without data "
+            "that the job needs"
         )
 
 
@@ -166,19 +163,19 @@ def _pack_working_directory(recipe: Recipe, send: Sequence[Path], target: Path) 
 def status(
     job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Default: all jobs.")] = None,
     follow: Annotated[
-        bool, flag("--follow", "Show progress to the end, then fetch the report.")
+        bool, flag("--follow", "Show progress, and fetch the report at the end.")
     ] = False,
 ) -> None:
-    """The state of one job and the end of its log, or of all jobs."""
+    """Show the state of one job and the end of its log, or the states of all jobs."""
     from dpdist.cluster.submission import JobClient
 
     jobs = JobClient()
     if job is None:
         if follow:
-            raise UserError("--follow: name the job; `dpdist cluster status` lists them")
+            raise UserError("--follow: must have a job; list jobs with `dpdist cluster status`")
         for each in jobs.list_jobs():
-            begun = time.strftime("%Y-%m-%d %H:%M", time.localtime((each.start_time or 0) / 1000))
-            typer.echo(f"{each.submission_id}\t{each.status}\t{begun}\t{each.entrypoint}")
+            start = time.strftime("%Y-%m-%d %H:%M", time.localtime((each.start_time or 0) / 1000))
+            typer.echo(f"{each.submission_id}\t{each.status}\t{start}\t{each.entrypoint}")
         return
     if follow:
         _follow_and_fetch(jobs, job)
@@ -192,26 +189,26 @@ def status(
 
 
 @cluster_app.command("stop")
-def stop(job: JobArgument) -> None:
-    """Stop a job; submitting the same recipe continues its run."""
+def stop(
+    job: Annotated[str, typer.Argument(metavar="JOB", help="The name of the job.")],
+) -> None:
+    """Stop a job; to resume its run, submit the same recipe."""
     from dpdist.cluster.submission import JobClient
 
     stopped = JobClient().stop(job)
-    typer.echo(f"{job}: {'stopping' if stopped else 'had ended'}")
+    typer.echo(f"{job}: {'stopping' if stopped else 'had already ended'}")
 
 
 _Restore = Annotated[
     bool,
     flag(
         "--restore",
-        "Of an archive: bring a lost run folder back, with its private state, to continue it.",
+        "Restore a lost run folder from its archive, with its private state, to continue it.",
     ),
 ]
 _FetchInto = Annotated[
     Path | None,
-    path_option(
-        "Where the run goes, in its folder (default: fetched; with --restore: runs).", "--into"
-    ),
+    path_option("Folder for the run's folder (default: fetched; with --restore: runs).", "--into"),
 ]
 
 
@@ -228,18 +225,18 @@ def fetch(
     into: _FetchInto = None,
     restore: _Restore = False,
 ) -> None:
-    """Fetch the report, certificates and released files of a run; private files stay.
+    """Fetch the report, certificates and released files of a run, and no private files.
 
-    Of an archive no cluster is needed. --restore takes the archive over: should the old folder
-    still exist somewhere, it cannot go on. Steps that the old folder may have released after the
-    archived ledger are charged.
+    From an archive, it works without a cluster. --restore takes over the archive: if the old folder
+    still exists, it cannot continue. Epsilon counts the steps that the old folder may have released
+    after the archived ledger.
     """
     from dpdist.cluster.submission import JobClient
     from dpdist.runs import archive
 
     if not archive.is_archive_url(run):
         if restore:
-            raise UserError(f"--restore: needs the address of an archive, got {run}")
+            raise UserError(f"--restore: must be given the address of an archive, got {run}")
         _fetch_run(JobClient(), run, runs, into or DEFAULT_FETCH_FOLDER)
     elif restore:
         runs_here = into or Path(os.environ.get("DPDIST_RUNS", DEFAULT_RUNS))
@@ -247,7 +244,8 @@ def fetch(
         typer.echo(f"restored {folder.path}")
         if charged:
             typer.echo(
-                f"charged {charged:,} steps that may have been released before the folder was lost"
+                f"epsilon counts {charged:,} steps that may have been released before the folder "
+                "was lost"
             )
     else:
         target, paths = archive.fetch_publishable_files(run, into or DEFAULT_FETCH_FOLDER)
@@ -256,7 +254,7 @@ def fetch(
 
 @cluster_app.command("export", hidden=True)
 def export(run: str, runs: LocalRuns = DEFAULT_RUNS) -> None:
-    """On the cluster: print a run's publishable files, for `fetch`."""
+    """Print a run's publishable files, for `fetch`; it runs on the cluster."""
     from dpdist.runs.archive import export_text
     from dpdist.runs.folder import open_run
 
@@ -274,16 +272,14 @@ def _follow_and_fetch(jobs: JobClient, job: str) -> None:
         ended = jobs.follow(job, write)
     except KeyboardInterrupt:
         raise Interrupted(
-            f"the job goes on; follow it: dpdist cluster status {job} --follow; "
-            f"end it: dpdist cluster stop {job}"
+            f"the job continues; to follow it: dpdist cluster status {job} --follow; to end it: "
+            f"dpdist cluster stop {job}"
         ) from None
     about = ended.metadata or {}
     if ended.status != "SUCCEEDED":
         reason = ((ended.message or "").strip().splitlines() or [""])[0]
-        again = "; submitting the same recipe again continues the run"
-        raise ClusterError(
-            f"job {job} {ended.status.value.lower()}: {reason}" + again * ("run" in about)
-        )
+        again = "; submit the same recipe to resume the run" if "run" in about else ""
+        raise ClusterError(f"job {job} {ended.status.value.lower()}: {reason}{again}")
     if run := about.get("run"):
         _fetch_run(jobs, run, about.get("runs") or None, DEFAULT_FETCH_FOLDER)
 
@@ -304,8 +300,9 @@ def _fetch_run(jobs: JobClient, run: str, runs: str | None, into: Path) -> None:
     ended = jobs.follow(job, lambda text: None)
     log = jobs.read_log(job)
     if ended.status != "SUCCEEDED":
-        said = [line for line in log.splitlines() if line.startswith("dpdist: ")]
-        raise ClusterError(f"{run}: could not be fetched: {said[-1] if said else ended.message}")
+        errors = [line for line in log.splitlines() if line.startswith("dpdist: ")]
+        reason = errors[-1] if errors else ended.message
+        raise ClusterError(f"{run}: could not be fetched: {reason}")
     files = unpack_export(log, into / name)
     console.log(f"fetched {len(files)} files into {into / name}")
     page = into / name / "report" / "index.html"

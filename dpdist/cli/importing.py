@@ -1,7 +1,4 @@
-"""``dpdist import``: a run of a model that exists already: trained elsewhere, or joined of parts.
-
-`dpdist certify --model` makes the same import on its way, so both have these options.
-"""
+"""Import existing models as runs (``dpdist import``); `dpdist certify --model` does so too."""
 
 from __future__ import annotations
 
@@ -31,7 +28,8 @@ if TYPE_CHECKING:
 Model = Annotated[
     str | None,
     option(
-        "Of elsewhere: package.module:factory, torchvision:NAME, timm:NAME, or a name of the zoo.",
+        "Network that was trained elsewhere: package.module:factory, torchvision:NAME, timm:NAME, "
+        "or the name of a network of dpdist. The factory is imported and executed.",
         metavar="PACKAGE.MODULE:FACTORY",
     ),
 ]
@@ -40,48 +38,51 @@ Weights = Annotated[
 ]
 Input = Annotated[
     str | None,
-    option("Shape of one input, such as 3,32,32 (default: of the data).", metavar="C,H,W"),
+    option("Shape of one input, such as 3,32,32 (default: that of the data).", metavar="C,H,W"),
 ]
 Normalize = Annotated[
     str | None,
     option(
-        "Becomes part of the model: noise and radii are on unnormalized inputs.",
+        "Normalization of inputs, which becomes part of the model: noise and radii apply to "
+        "unnormalized inputs.",
         metavar="MEAN/STD",
     ),
 ]
 Data = Annotated[
     str | None,
     option(
-        "Test inputs: Parquet, a folder of it or of CLASS/*.png, or the name of a data set.",
+        "Test inputs: a Parquet file, a folder of Parquet files or of CLASS/*.png, or the name of "
+        "a data set.",
         metavar="DIR|PARQUET|NAME",
     ),
 ]
 Resize = Annotated[
     int | None,
-    option("Resize the shorter side of pictures to it, then crop the center to --input.", Count),
+    option("Resize images to this shorter side, and crop their center to --input.", Count),
 ]
 _Run = Annotated[
     str | None,
     option(
-        "In place of --model: a run whose trained part goes with the other one, at no new cost.",
+        "Instead of --model: a run whose trained part to combine with a denoiser or classifier; it "
+        "adds nothing to epsilon.",
         autocompletion=run_names,
         metavar="RUN",
     ),
 ]
 _Classifier = Annotated[
-    Path | None, path_option("Model folder: the denoiser of --run goes before it.")
+    Path | None, path_option("Model folder of a classifier, for the outputs of --run's denoiser.")
 ]
 _Denoiser = Annotated[
-    Path | None, path_option("Model folder: it goes before the classifier of --run.")
+    Path | None, path_option("Model folder of a denoiser, for the inputs of --run's classifier.")
 ]
 _PretrainingData = Annotated[
-    str | None, option("What that folder was trained on, if it does not say.", Text)
+    str | None, option("Training data of that model folder, if it does not state them.", Text)
 ]
 _Set = Annotated[
     list[str] | None,
     option(
-        "An argument of the factory, model.options.KEY=VALUE, or another key of the run: "
-        "certify.sigma=0.25, data.root=DIR. May be repeated.",
+        "Set an argument of the factory, model.options.KEY=VALUE, or a key of the run, such as "
+        "certify.sigma=0.25 or data.root=DIR. You can repeat it.",
         None,
         "--set",
         metavar="KEY=VALUE",
@@ -93,7 +94,7 @@ def import_command(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="NAME", callback=field_callback(RunName), help="Of the run to make."
+            metavar="NAME", callback=field_callback(RunName), help="Name of the new run."
         ),
     ],
     model: Model = None,
@@ -109,14 +110,14 @@ def import_command(
     pretraining_data: _PretrainingData = None,
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
-    """Make a run of a model that exists already, to certify, attack, compare and release it.
+    """Import an existing model as a run, to certify, attack, compare and release it.
 
-    With --run and --classifier or --denoiser it puts a denoiser before a classifier, one of them
-    that run's: the new run's privacy card says which part saw which data.
+    The training of a model from elsewhere is unknown, so the run shows "not trained by dpdist: no
+    epsilon" instead of an epsilon. BatchNorm uses its stored statistics, and dropout is off. Only
+    tensors are unpickled from files of weights.
 
-    Of a model that was trained elsewhere, nothing is known of the training: the run says "not
-    trained by dpdist: no epsilon" wherever an epsilon would stand. BatchNorm uses its stored
-    statistics, and dropout is off. Weights are read without unpickling anything but numbers.
+    With --run and --classifier or --denoiser, the new run combines a denoiser and a classifier, one
+    of which is that of the run; its privacy card states the training data of both parts.
     """
     from dpdist.runs.folder import RunFolder
 
@@ -131,13 +132,14 @@ def import_command(
         return
     given = {"model": model, "data": data}
     if missing := [f"--{key}" for key, value in given.items() if value is None]:
-        raise UserError(f"{', '.join(missing)}: must be given to import a model from elsewhere")
+        raise UserError(f"{', '.join(missing)}: must be given without --run")
     assert model is not None and data is not None
     options = {key.removeprefix("options."): value for key, value in asked["model"].items()}
-    shape, moments = input_shape(input), normalization(normalize)
+    sizes = parse_numbers(input, "--input", Count)
+    shape = None if sizes is None else tuple(map(int, sizes))
     imported(
         folder,
-        (model, weights, options, shape, None, *moments),
+        (model, weights, options, shape, None, *normalization(normalize)),
         (data, data_root, resize),
         asked["certify"] or None,
     )
@@ -161,10 +163,10 @@ def _join(
     pretraining_data: str | None,
     data_root: Path | None,
 ) -> None:
-    """Put a denoiser before a classifier, one of them a run's, in a new run folder."""
+    """Combine a denoiser and a classifier, one of which is a run's, in a new run folder."""
     other = denoiser if classifier is None else classifier
     if run is None or other is None or (classifier is not None and denoiser is not None):
-        raise UserError("--run: give it with one of --classifier and --denoiser, the other part")
+        raise UserError("--run: must be given with exactly one of --classifier and --denoiser")
     from dpdist.evaluation import evaluate_stage
     from dpdist.reports.results import load_results
     from dpdist.runs.folder import open_run
@@ -189,7 +191,7 @@ def imported(
     data: tuple[str, Path | None, int | None],
     certify: dict[str, Any] | None,
 ) -> Recipe:
-    """Import a model from elsewhere into a run folder, and return the run's recipe.
+    """Import a model into a run folder, and return the run's recipe.
 
     model, data: fields of `ForeignModel` and `TestData`. Raises UserError.
     """
@@ -201,21 +203,15 @@ def imported(
     return recipe
 
 
-def input_shape(text: str | None) -> tuple[int, ...] | None:
-    """Return the shape that --input gives; None without it. Raises UserError."""
-    sizes = parse_numbers(text, "--input", Count)
-    return None if sizes is None else tuple(int(size) for size in sizes)
-
-
 def normalization(text: str | None) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation of each channel, from "0.49,0.48,0.45/0.2,0.2,0.2"."""
+    """Return mean and standard deviation per channel, given as "0.49,0.48,0.45/0.2,0.2,0.2"."""
     if text is None:
         return (), ()
     parts = text.split("/")
     if len(parts) != 2:
         raise UserError(
-            "--normalize: must be MEAN/STD, a number for each channel or one for all, such as "
-            f"0.485,0.456,0.406/0.229,0.224,0.225, got {text!r}"
+            "--normalize: must be MEAN/STD, each with one number per channel or one for all, such "
+            f"as 0.485,0.456,0.406/0.229,0.224,0.225, got {text!r}"
         )
     kinds = (Finite, Positive)
     mean, std = (parse_numbers(p, "--normalize", k) for p, k in zip(parts, kinds, strict=True))

@@ -1,7 +1,4 @@
-"""``dpdist init`` and ``dpdist data``: a starter recipe for a user's own data, and the data sets.
-
-data: list, check, fetch and make data sets.
-"""
+"""Write starter recipes for a user's data (``dpdist init``), and check data (``dpdist data``)."""
 
 from __future__ import annotations
 
@@ -45,42 +42,45 @@ _Folder = Annotated[
     Path,
     typer.Argument(
         callback=path_callback(),
-        help="Of the data: train.parquet and test.parquet, train.csv and test.csv, train.jsonl and "
-        "test.jsonl, or train/CLASS/*.png and test/CLASS/*.png.",
+        help="Folder of the data: train.parquet and test.parquet, train.csv and test.csv, "
+        "train.jsonl and test.jsonl, or train/CLASS/*.png and test/CLASS/*.png.",
     ),
 ]
 _RecipeFile = Annotated[
     Path | None,
     path_option(
-        "Default: FOLDER's name, here.", "--output", callback=path_callback(".yaml", ".yml")
+        "The recipe file (default: the folder's name with .yaml, in the current folder).",
+        "--output",
+        callback=path_callback(".yaml", ".yml"),
     ),
 ]
 _Label = Annotated[str | None, option("The column of labels.", None, "--label")]
 _Features = Annotated[
-    str | None, option("Columns of numbers: a,b,c; or one column of texts.", None, "--features")
+    str | None, option("Columns of numbers, as a,b,c; or one column of texts.", None, "--features")
 ]
 _User = Annotated[
-    str | None, option("Column that says whom a record belongs to; no feature.", None, "--user")
+    str | None,
+    option("The column that identifies the user of a record; not a feature.", None, "--user"),
 ]
 _Base = Annotated[
     Path | None,
     path_option(
-        "Folder of a model and its tokenizer, whose adapters are trained: a causal one for chats "
-        "and texts, any one for texts with labels.",
+        "Folder of a model and its tokenizer, to train adapters on: a causal model for chats and "
+        "texts, any model for texts with labels.",
         "--base",
     ),
 ]
 _PretrainingData = Annotated[
-    str | None, option("Public data that the base was trained on.", None, "--pretraining-data")
+    str | None, option("Public training data of the base.", None, "--pretraining-data")
 ]
 _Ranges = Annotated[
     list[str] | None,
     option(
         "Public constants of columns. Numbers: LOW,HIGH, which become 0 and 1; add log1p for "
         "amounts, and flag to mark missing cells. Words: the categories A,B,C, or text,64 to count "
-        "words at 64 inputs by a hash. Dates: the first and the last day. You can repeat it, and "
-        "name several columns (A,B=0,1) or a pattern. If two fit a column, the first counts, so "
-        "put '*=0,1' last.",
+        "words in 64 inputs by a hash. Dates: the first and the last day. You can repeat it, and "
+        "name several columns (A,B=0,1) or a pattern. The first match of a column counts, so put "
+        "'*=0,1' last.",
         None,
         "--range",
         metavar="COLUMN=LOW,HIGH",
@@ -100,20 +100,19 @@ def init_command(
 ) -> None:
     """Write a starter recipe, with comments, for your own data.
 
-    Splits, columns, classes, their names and the size of an input are found out from the files,
-    which stay as they are. Columns that are no input are named and left out: texts beside numbers,
-    identifiers. Preprocessing
-    by public constants is proposed from the names and types of columns, never from values; on a
-    terminal, you are asked for the rest. A column of chats, or of texts beside no label, becomes a
-    recipe that learns next tokens: with --base by adapters on that model. So do columns of prompts
-    and answers, of which the answers are learned. Texts with labels become a classifier, with
-    --base on that model.
+    Splits, columns, classes and the size of an input are read from the files, which are not
+    changed. Columns that cannot be inputs, such as identifiers, are listed and left out.
+    Preprocessing by public constants is proposed from the names and types of columns, never from
+    values; in a terminal, you are asked for the rest.
+
+    For chats, prompts and answers, or texts without a label, the recipe trains a language model;
+    with --base, it trains adapters on that model. For texts with labels, it trains a classifier.
     """
     from dpdist.data import discovery
 
     output = output or Path(f"{folder.resolve().name}.yaml")
-    if output.exists():  # before pictures are written for nothing
-        raise UserError(f"{output}: exists already; name another --output")
+    if output.exists():  # before anything is read or written
+        raise UserError(f"{output}: already exists; choose a different --output")
     names = tuple(name.strip() for name in features.split(",")) if features else ()
     chosen = discovery.ChosenColumns(label, names, user)
     found = discovery.inspect_folder(folder, chosen)
@@ -126,10 +125,11 @@ def init_command(
     model = _base_model(found, base, pretraining_data)
     _write_recipe(found, output, rules, model)
     typer.echo(f"wrote {output}: {describe_data(found)}")
-    typer.echo(f"protected: training {_units(found)}; not test records, scores on which are public")
+    units = "records" if found.user_column is None else f"records, by {found.user_column}"
+    typer.echo(f"protected: training {units}; not protected: test records, with public scores")
     if found.unread:
-        typer.echo(f"not read: {', '.join(found.unread)}, since other files hold these splits")
-    _tell_left_out(found, rules)
+        typer.echo(f"not read: {', '.join(found.unread)}, since other files have these splits")
+    _print_columns(found, rules)
     typer.echo(f"next: dpdist data check {output}; dpdist run {output} --dry-run")
 
 
@@ -138,10 +138,10 @@ Rules = Mapping[str, "ColumnPreprocessing"]
 
 @dataclass(frozen=True)
 class _BaseModel:
-    """A folder of a model and its tokenizer, and what the model was made of.
+    """A folder of a model and its tokenizer, with the public training data of the model.
 
-    length: tokens that are read of a document. marks: the tokenizer names a begin or end of texts.
-    kind: model_type of its configuration.
+    length: number of tokens to read of a document. marks: whether the tokenizer has tokens for the
+    begin or end of texts. kind: model_type of its configuration.
     """
 
     folder: Path
@@ -151,34 +151,33 @@ class _BaseModel:
     kind: str
 
 
-_TOKENS = 256  # of a document, where the base reads so many
+_TOKENS = 256  # of a document, if the base can read that many
 
 
 def _base_model(
     dataset: DiscoveredDataset, base: Path | None, pretraining_data: str | None
 ) -> _BaseModel | None:
-    """Return the base whose adapters are trained; None without one. Raises UserError."""
+    """Return the base for adapters; None without --base. Raises UserError."""
     from dpdist.core.files import parse_json, read_text
 
     if base is None:
         if (chats := _conversations(dataset)) is not None:
             raise UserError(
                 f"--base: must be given for {chats}: the folder of a causal model with its "
-                "tokenizer and chat template, as save_pretrained writes them, and "
-                "--pretraining-data WHAT, the "
-                "public data that it was trained on",
+                "tokenizer and chat template, as save_pretrained writes them; add "
+                "--pretraining-data WHAT, the public data that it was trained on",
                 see="how-to/adapters.md#language-models-with-their-own-head",
             )
         if pretraining_data is not None:
             raise UserError("--pretraining-data: must be left out without --base")
         return None
     if dataset.text_column is None and not dataset.predicts_next_token:
-        raise UserError("--base: must be left out, as the records are no texts")
+        raise UserError("--base: must be left out, since the records are not texts")
     if not (pretraining_data or "").strip():
         raise UserError(
-            "--pretraining-data: must say what public data the base was trained on, and no "
-            "private record among "
-            "them, as the card repeats; such as --pretraining-data 'English Wikipedia'"
+            "--pretraining-data: must name the public data that the base was trained on, such as "
+            "'English Wikipedia'; they must not contain your private records, and the privacy card "
+            "repeats this"
         )
     config = parse_json(read_text(base / "config.json"), str(base / "config.json"))
     file = base / "tokenizer_config.json"
@@ -191,7 +190,7 @@ def _base_model(
 
 
 def _conversations(dataset: DiscoveredDataset) -> str | None:
-    """Return the columns of chats, or of prompts and answers, in words; None of other records."""
+    """Return a description of chats, or of prompts and answers; None for other records."""
     if dataset.messages_column is not None:
         return f"chats (column {dataset.messages_column})"
     if dataset.answer_columns is not None:
@@ -199,13 +198,13 @@ def _conversations(dataset: DiscoveredDataset) -> str | None:
     return None
 
 
-def _tell_left_out(found: DiscoveredDataset, rules: Rules) -> None:
-    """Print the columns that are no input, what was proposed, and what features lack."""
+def _print_columns(found: DiscoveredDataset, rules: Rules) -> None:
+    """Print columns that are left out, proposed preprocessing, and columns without any."""
     for column, why in found.left_out:
         typer.echo(f"left out: {column}: {why}")
-    _tell_repeats(found.repeats)
+    _print_repeats(found.repeats)
     if rules:
-        typer.echo("preprocessing, from names and types of columns and never from the records:")
+        typer.echo("preprocessing, from the names and types of columns, not from the records:")
         names: dict[str, list[str]] = {}
         for name, rule in rules.items():
             names.setdefault(rule.describe(), []).append(name)
@@ -216,17 +215,17 @@ def _tell_left_out(found: DiscoveredDataset, rules: Rules) -> None:
         typer.echo(f"to fill in under data.columns.preprocessing, if you can: {few}")
     if found.feature_columns and not rules:
         typer.echo(
-            "no public ranges: training needs features in about [0, 1]; --range COLUMN=LOW,HIGH"
+            "no public ranges: training needs features in about [0, 1]; use --range COLUMN=LOW,HIGH"
         )
 
 
-def _tell_repeats(repeats: Sequence[tuple[str, int, int]]) -> None:
-    """Print the columns that may name persons, of whom the guarantee does not speak yet."""
+def _print_repeats(repeats: Sequence[tuple[str, int, int]]) -> None:
+    """Print the columns that may identify persons, who are not the unit of privacy yet."""
     from dpdist.data.column_names import repeats_words
 
     for each in repeats:
         typer.echo(
-            f"{repeats_words(*each)} The unit is one record; to protect the person, run "
+            f"{repeats_words(*each)} The unit is one record; to protect persons, run "
             f"`dpdist init` with --user {each[0]}"
         )
 
@@ -234,10 +233,9 @@ def _tell_repeats(repeats: Sequence[tuple[str, int, int]]) -> None:
 def _propose_preprocessing(
     dataset: DiscoveredDataset, given: Sequence[str] | None
 ) -> dict[str, ColumnPreprocessing]:
-    """Return the rules of columns: as given, from public knowledge of their names, or as somebody
-    at a terminal says.
+    """Return the rules of columns: as given, from public knowledge of names, or from the terminal.
 
-    They are never taken from the records, whose extremes and words are private. Raises UserError.
+    They never depend on the records, whose extremes and words are private. Raises UserError.
     """
     from dpdist.core.preprocessing import ColumnPreprocessing
     from dpdist.data.public_ranges import public_range
@@ -245,7 +243,7 @@ def _propose_preprocessing(
     features = dataset.feature_columns
     if not features:
         if given:
-            raise UserError("--range: must be left out, as the inputs are no features")
+            raise UserError("--range: must be left out, since the inputs are not features")
         return {}
     found: dict[str, ColumnPreprocessing] = {}
     for name in features:
@@ -258,64 +256,61 @@ def _propose_preprocessing(
                 range=(known.low, known.high), missing=fill, log1p=known.log1p
             )
     answers: dict[str, ColumnPreprocessing] = {}
-    for text in given or ():  # the first that fits a column counts: '*=0,1' comes last
+    for text in given or ():  # the first match of a column counts
         answers = _answered(dataset, text) | answers
     found |= answers
     if given or not _at_terminal():
         return found
     unknown = {n: kind for n, kind in dataset.kinds.items() if n not in found}
     if unknown:
-        typer.echo("What nobody knows of these columns by their names:")
+        typer.echo("The names of these columns do not imply their constants:")
         for kind, names in itertools.groupby(unknown, unknown.__getitem__):
             typer.echo(f"  {', '.join(names)}: {_ASKED[kind]}")
-        typer.echo("Say what anybody knows of such columns, and nothing read from these records:")
-        typer.echo("COLUMN=ANSWER, or several (A,B=0,1), or '*_test=neg,pos'; an empty line ends.")
-    while unknown and (said := typer.prompt(" ", default="", show_default=False)):
+        typer.echo("Enter public knowledge about such columns, and nothing from these records:")
+        typer.echo("COLUMN=ANSWER, or A,B=0,1, or '*_test=neg,pos'; end with an empty line.")
+    while unknown and (answer := typer.prompt(" ", default="", show_default=False)):
         try:
-            found |= _answered(dataset, said)
+            found |= _answered(dataset, answer)
         except UserError as error:
             typer.echo(f"  {error}")
     return found
 
 
 _ASKED = {
-    "numbers": "LOW,HIGH, or LOW,HIGH,log1p,flag", "lists": "LOW,HIGH",
-    "words": "the categories, A,B,C, or text,64 to count words by hash",
+    "numbers": "LOW,HIGH, or LOW,HIGH,log1p,flag",
+    "lists": "LOW,HIGH",
+    "words": "the categories A,B,C, or text,64 to count words by hash",
     "dates": "FIRST,LAST, such as 2000-01-01,2030-12-31",
-}  # fmt: skip
+}
 
 
 def _answered(dataset: DiscoveredDataset, text: str) -> dict[str, ColumnPreprocessing]:
-    """Return the rules that COLUMN=ANSWER gives. Raises UserError.
+    """Return the rules of COLUMN=ANSWER. Raises UserError.
 
-    Of the columns that a pattern fits, two numbers are for numbers, two days for dates, and others
-    for words.
+    If a pattern matches several kinds of columns, an answer of two numbers is for numbers, an
+    answer of two days for dates, and other answers for words.
     """
-    pattern, _, said = text.rpartition("=")
-    patterns = [pattern, *map(str.strip, pattern.split(","))]  # a name may hold a comma
+    pattern, _, answer = text.rpartition("=")
+    patterns = [pattern, *map(str.strip, pattern.split(","))]  # a name may contain a comma
     fit = [n for n in dataset.kinds if any(fnmatch.fnmatchcase(n, each) for each in patterns)]
-    by_kind = {
-        kind: [name for name in fit if dataset.kinds[name] in kinds]
-        for kind, kinds in (
-            ("numbers", ("numbers", "truth", "lists")), ("dates", ("dates",)), ("words", ("words",))
-        )
-    }  # fmt: skip
     if not fit:
         raise UserError(
-            f"--range: must be COLUMN=LOW,HIGH of one of {', '.join(dataset.kinds)} (or a pattern, "
-            f"'*=0,1'), got {text}"
+            f"--range: must be COLUMN=LOW,HIGH for one of {', '.join(dataset.kinds)} (or a "
+            f"pattern, '*=0,1'), got {text}"
         )
-    if by_kind["numbers"] and not (by_kind["words"] and not _is_range(said)):
-        return {name: _scaling(dataset.kinds[name], said) for name in by_kind["numbers"]}
-    if by_kind["dates"] and not by_kind["words"]:
-        return dict.fromkeys(by_kind["dates"], _date_rule(said))
-    words = [word.strip() for word in said.split(",")]
+    numbers = [name for name in fit if dataset.kinds[name] in ("numbers", "truth", "lists")]
+    dates = [name for name in fit if dataset.kinds[name] == "dates"]
+    words = [name for name in fit if dataset.kinds[name] == "words"]
+    if numbers and not (words and not _is_range(answer)):
+        return {name: _scaling(dataset.kinds[name], answer) for name in numbers}
+    if dates and not words:
+        return dict.fromkeys(dates, _date_rule(answer))
+    parts = [part.strip() for part in answer.split(",")]
     from dpdist.data.preprocessing import checked_rule
 
-    hashed = words[0] == "text" and len(words) == 2 and words[1].isdigit()
-    named = {"text": int(words[1])} if hashed else {"categories": words, "missing": "flag"}
-    rule = checked_rule("--range", named)
-    return dict.fromkeys(by_kind["words"], rule)
+    hashed = parts[0] == "text" and len(parts) == 2 and parts[1].isdigit()
+    named = {"text": int(parts[1])} if hashed else {"categories": parts, "missing": "flag"}
+    return dict.fromkeys(words, checked_rule("--range", named))
 
 
 def _is_range(text: str) -> bool:
@@ -325,10 +320,9 @@ def _is_range(text: str) -> bool:
 
 
 def _scaling(kind: str, text: str) -> ColumnPreprocessing:
-    """Return the rule LOW,HIGH[,log1p][,flag] of numbers in a public range.
+    """Return the rule LOW,HIGH[,log1p][,flag] of numbers in a public range. Raises UserError.
 
-    A missing one becomes the range's middle without `flag`, and is flagged with `log1p`, which is
-    for ranges whose middle is far from most values. Raises UserError.
+    Missing numbers are flagged with `flag` or `log1p`, else they become the middle of the range.
     """
     from dpdist.core.preprocessing import ColumnPreprocessing
 
@@ -346,7 +340,7 @@ def _scaling(kind: str, text: str) -> ColumnPreprocessing:
 
 
 def _date_rule(text: str) -> ColumnPreprocessing:
-    """Return the rule of dates between two days, FIRST,LAST, as a fraction of the years between."""
+    """Return the rule FIRST,LAST of dates, as a fraction of the years in between."""
     from dpdist.core.preprocessing import ColumnPreprocessing, DateNumbers
 
     try:
@@ -365,14 +359,13 @@ def _at_terminal() -> bool:
     return sys.stdin.isatty()
 
 
-_MOST_ASKED = 30  # columns; more are given by a pattern
+_MOST_ASKED = 30  # columns
 
 
 def _write_recipe(
-    dataset: DiscoveredDataset, output: Path, rules: Rules,
-    base: _BaseModel | None = None,
-) -> None:  # fmt: skip
-    """Write the recipe. Raises UserError for one that nobody could run."""
+    dataset: DiscoveredDataset, output: Path, rules: Rules, base: _BaseModel | None
+) -> None:
+    """Write the recipe. Raises UserError if it is not valid."""
     from dpdist.core.files import parse_yaml, write_atomic
     from dpdist.runs.recipe import parse_recipe
 
@@ -382,34 +375,33 @@ def _write_recipe(
 
 
 def describe_data(dataset: DiscoveredDataset) -> str:
-    """Return the findings in one line, for a reader of the recipe."""
-    what = "x".join(map(str, dataset.input_shape))
-    inputs = f"images {what}" if dataset.image_column is not None else f"{what} features"
+    """Return a description of the data in one line."""
+    shape = "x".join(map(str, dataset.input_shape))
+    inputs = f"images {shape}" if dataset.image_column is not None else f"{shape} features"
     if dataset.text_column is not None:
         inputs = f"texts of column {dataset.text_column}"
     if dataset.messages_column is not None:
         inputs = f"chats of column {dataset.messages_column}"
     if dataset.answer_columns is not None:
         inputs = "prompts of column {}, answers of column {}".format(*dataset.answer_columns)
-    told = "next tokens"
+    targets = "next tokens"
     if not dataset.predicts_next_token:
-        told = f"{len(dataset.labels) or dataset.classes} classes"
+        targets = f"{len(dataset.labels) or dataset.classes} classes"
     if dataset.labels:
-        told += f" (labels {', '.join(map(str, dataset.labels[:8]))})"
+        targets += f" (labels {', '.join(map(str, dataset.labels[:8]))})"
     return (
         f"{dataset.train_records:,} training and {dataset.test_records:,} test records, {inputs}, "
-        f"{told}"
+        f"{targets}"
     )
 
 
 def starter_recipe(
     dataset: DiscoveredDataset, name: str, rules: Rules, base: _BaseModel | None = None
 ) -> str:
-    """Return the recipe of a first run: of pictures, DP-SGD on noisy copies, certified.
+    """Return the recipe of a first run as YAML.
 
-    Of a table, a small model by DP-SGD; of texts, adapters.
-
-    base: whose adapters learn next tokens; without it a small model of bytes does.
+    Images: DP-SGD on noisy copies, and certificates. Tables: DP-SGD of a small model. Texts: DP-SGD
+    of adapters on `base`, or of a small model of bytes without it.
     """
     units = dataset.users or dataset.train_records
     batch, epochs = _default_batch_size(units), 20
@@ -422,7 +414,7 @@ def starter_recipe(
     lines = [
         _on_one_line(f"# Starter recipe for {dataset.name}: {describe_data(dataset)}."),
         "# Column names, classes, sizes and the number of records were read from the files, and",
-        "# are public with this recipe. Chosen without looking at a record: all the rest.",
+        "# are public with this recipe. All other values were chosen without reading a record.",
         *(_on_one_line(f"# Left out: {column}: {why}.") for column, why in dataset.left_out),
         f"name: {_json_text(name)}",
         "data:",
@@ -432,13 +424,13 @@ def starter_recipe(
         *_bought_lines(dataset, rules),
         *model,
         "privacy:",
-        "  epsilon: 3.0                 # the noise is calibrated to it, never above",
+        "  epsilon: 3.0                 # the noise is calibrated so that epsilon is at most this",
         f"  delta: {_default_delta(units):.1e}               # well below 1 / {units:,} "
         f"{'records' if dataset.users is None else 'users'}",
         "  clip_norm: 1.0",
         *_unit_lines(dataset),
         "training:",
-        f"  batch_size: {batch}             # expected; large batches need less noise for each",
+        f"  batch_size: {batch}             # expected; large batches need less noise per record",
         f"  epochs: {epochs}",
         *(_TEXT_OPTIMIZER if texts else _optimizer(model, pictures, units)),
         *(_certify_lines(dataset) if pictures else []),
@@ -448,19 +440,15 @@ def starter_recipe(
     return "\n".join(lines) + "\n"
 
 
-def _units(dataset: DiscoveredDataset) -> str:
-    return "records" if dataset.user_column is None else f"records, by {dataset.user_column}"
-
-
 def _unit_lines(dataset: DiscoveredDataset) -> list[str]:
-    """Return the lines that say what the guarantee protects: a record, or a user."""
+    """Return the lines about the unit of privacy: a record, or a user."""
     from dpdist.data.column_names import repeats_words
 
     if dataset.users is not None:
         whose = _on_one_line(f"# all records of one {dataset.user_column}")
         return [
             f"  unit: user                  {whose}",
-            "  max_records_per_user: 4     # in a step, drawn anew; more cost time, no epsilon",
+            "  max_records_per_user: 4     # per step; more need more time, and the same epsilon",
         ]
     suspects = [
         f"  {_on_one_line(f'# {repeats_words(*each)} Then: dpdist init --user {each[0]}')}"
@@ -468,38 +456,32 @@ def _unit_lines(dataset: DiscoveredDataset) -> list[str]:
     ]
     return [
         *suspects,
-        "  # unit: user                # the person itself is sampled, clipped and protected",
-        "  # budget: budgets            # charge all runs on these records to one budget",
+        "  # unit: user                # sample, clip and protect persons instead of records",
+        "  # budget: budgets            # count all runs on these records in one budget",
     ]
 
 
 def _optimizer(model: list[str], pictures: bool, units: int) -> list[str]:
-    """Return the rate that benchmarks/results/tables.md found best for such a model."""
+    """Return the lines with the best learning rate in benchmarks/results/tables.md."""
     rate = 2.0 if model == _LINEAR_MODEL else 0.5
     rate = 0.1 if not pictures and units < _FEW_UNITS else rate
-    return [
-        f"  learning_rate: {rate}           # try others with `dpdist tune`: "
-        "looking at results costs",
-        "  momentum: 0.9",
-    ]
+    return [f"  learning_rate: {rate}           {_TRY_OTHERS}", "  momentum: 0.9"]
 
 
-_FEW_UNITS = 500  # of whom a table's steps have much noise
-_TEXT_OPTIMIZER = [
-    "  optimizer: adam",
-    "  learning_rate: 0.003         # try others with `dpdist tune`: looking at results costs",
-]
+_TRY_OTHERS = "# to try others privately, use `dpdist tune`"
+_FEW_UNITS = 500  # below this number, the steps on a table have much noise
+_TEXT_OPTIMIZER = ["  optimizer: adam", f"  learning_rate: 0.003         {_TRY_OTHERS}"]
 
 
 def _on_one_line(comment: str) -> str:
-    """Return a comment whose column names cannot begin a line, which would be a key."""
+    """Return a comment without line ends, after which a column's name could become a key."""
     return re.sub(r"\s+", " ", comment)
 
 
 _TEXT_MODEL = [
     "model:",
     "  name: transformer            # needs dpdist[hf]; tokens are bytes",
-    "  options:                     # or weights of yours: dpdist init FOLDER --base MODEL ...",
+    "  options:                     # or your own model: dpdist init FOLDER --base MODEL ...",
     "    config: {model_type: bert, vocab_size: 258, hidden_size: 128, num_hidden_layers: 2,",
     "      num_attention_heads: 4, intermediate_size: 256, max_position_embeddings: 128}",
     "    adapter: {kind: lora, r: 8, lora_alpha: 16, target_modules: [query, value]}",
@@ -508,9 +490,8 @@ _TEXT_MODEL = [
 
 _NEXT_MODEL = [
     "model:",
-    "  name: next-word-lstm         # of bytes; or `dpdist init FOLDER --base MODEL "
-    "--pretraining-data PUBLIC`:",
-    "                               # adapters on a causal model of yours",
+    "  name: next-word-lstm         # of bytes; for adapters on your own causal model, use",
+    "                 # `dpdist init FOLDER --base MODEL --pretraining-data PUBLIC`",
 ]
 
 
@@ -518,7 +499,7 @@ _ATTENTION = {"bert": "[query, value]", "roberta": "[query, value]", "distilbert
 
 
 def _base_lines(base: _BaseModel, next_token: bool) -> list[str]:
-    head = ["    head: own                  # that of the folder"] if next_token else []
+    head = ["    head: own                  # the head in the folder"] if next_token else []
     layers = "all-linear" if next_token else _ATTENTION.get(base.kind, "all-linear")
     return [
         "model:",
@@ -532,7 +513,7 @@ def _base_lines(base: _BaseModel, next_token: bool) -> list[str]:
 
 
 def _table_model(dataset: DiscoveredDataset, rules: Rules) -> list[str]:
-    """Return a linear model, or a small network where there is a person for many weights."""
+    """Return a linear model, or a small network if there are many units per weight."""
     units, inputs = dataset.users or dataset.train_records, math.prod(dataset.input_shape)
     if "lists" not in dataset.kinds.values():
         names = [rules[n].names(n) if n in rules else [n] for n in dataset.feature_columns]
@@ -553,13 +534,13 @@ _HIDDEN, _UNITS_PER_WEIGHT = 32, 10
 
 
 def _picture_model(dataset: DiscoveredDataset) -> list[str]:
+    model = "tf-cnn" if min(dataset.input_shape[1:]) >= 20 else "small-cnn"
     return [
-        f"model: {_default_model(dataset)}              # or your own: package.module:factory; "
-        "no BatchNorm",
+        f"model: {model}              # or your own without BatchNorm: package.module:factory",
         "method:",
-        "  name: input-noise            # trains on noisy copies, as the certificate draws them",
-        "  sigma: 0.25                  # noise; inputs lie in [0, 1]",
-        "  augmentations: 4                     # copies of each record, averaged before the clip",
+        "  name: input-noise            # trains on noisy copies, like those of the certificate",
+        "  sigma: 0.25                  # standard deviation; inputs are in [0, 1]",
+        "  augmentations: 4             # copies of each record, averaged before clipping",
     ]
 
 
@@ -567,10 +548,10 @@ def _certify_lines(dataset: DiscoveredDataset) -> list[str]:
     return [
         "certify:",
         "  sigma: 0.25",
-        "  n: 10000                     # draws for each input",
-        f"  max_inputs: {min(500, dataset.test_records)}           # of the test split; leave "
+        "  n: 10000                     # noise samples per input",
+        f"  max_inputs: {min(500, dataset.test_records)}           # of the test split; leave it "
         "out for all",
-        "  radii: [0.1, 0.25, 0.5]      # L2, in input units; reported, all are certified",
+        "  radii: [0.1, 0.25, 0.5]      # L2 radii to report, in input units",
     ]
 
 
@@ -612,17 +593,17 @@ def _data_lines(
     if dataset.label_column not in ("label", None):
         columns.append(f"label: {_json_text(dataset.label_column)}")
     if dataset.user_column is not None:
-        columns.append(f"user: {_json_text(dataset.user_column)}   # privacy.unit speaks of it")
+        columns.append(f"user: {_json_text(dataset.user_column)}   # for privacy.unit: user")
     columns += _rule_lines(dataset, rules)
     return lines + (["  columns:"] + [f"    {line}" for line in columns] if columns else [])
 
 
 def _rule_lines(dataset: DiscoveredDataset, rules: Rules) -> list[str]:
-    """Return the lines of public constants, and of those to be filled in, as comments."""
+    """Return the lines of public constants, and comments for those to be filled in."""
     from dpdist.data.public_ranges import public_range
 
-    said = "public constants, from names and types of columns, never from the records"
-    lines = [f"preprocessing:    # {said}"] if rules else []
+    comment = "# public constants, from names and types of columns, not from the records"
+    lines = [f"preprocessing:    {comment}"] if rules else []
     for name, rule in rules.items():
         known = public_range(name)
         same = known is not None and rule.missing == known.typical
@@ -633,14 +614,14 @@ def _rule_lines(dataset: DiscoveredDataset, rules: Rules) -> list[str]:
     if lacking and not rules:
         lines.append("# preprocessing:")
     for name in lacking:
-        more = "" if name in dataset.feature_columns else "   # and name it in features"
+        more = "" if name in dataset.feature_columns else "   # and add it to features"
         line = _on_one_line(f"{_json_text(name)}: {_TO_FILL[dataset.kinds[name]]}{more}")
         lines.append(f"  # {line}" if rules else f"#   {line}")
     return lines
 
 
 def _bought_lines(dataset: DiscoveredDataset, rules: Rules) -> list[str]:
-    """Return the section that buys ranges of columns that nobody named, as comments."""
+    """Return comments with a section that buys the unknown ranges of columns."""
     kinds = dataset.kinds.items()
     lacking = [name for name, kind in kinds if kind == "numbers" and name not in rules]
     if not lacking:
@@ -654,28 +635,25 @@ def _bought_lines(dataset: DiscoveredDataset, rules: Rules) -> list[str]:
 
 
 _TO_FILL = {
-    "numbers": "{range: [LOW, HIGH], missing: VALUE}", "lists": "{range: [LOW, HIGH]}",
-    "words": "{categories: [A, B], missing: flag}, or of free text {text: 256}",
+    "numbers": "{range: [LOW, HIGH], missing: VALUE}",
+    "lists": "{range: [LOW, HIGH]}",
+    "words": "{categories: [A, B], missing: flag}, or for free text {text: 256}",
     "dates": "{date: {origin: YYYY-MM-DD, unit: years}, range: [0, YEARS], missing: flag}",
-}  # fmt: skip
+}
 
 
 def _json_text(value: Any) -> str:
-    """JSON, which YAML reads alike."""
+    """Return JSON, which is also YAML."""
     return json.dumps(value, ensure_ascii=False)
 
 
-def _default_model(dataset: DiscoveredDataset) -> str:
-    return "tf-cnn" if min(dataset.input_shape[1:]) >= 20 else "small-cnn"
-
-
 def _default_delta(records: int) -> float:
-    """The largest power of ten of at most a tenth of 1 / records."""
+    """Return the largest power of ten that is at most 0.1 / records."""
     return 10.0 ** -math.ceil(math.log10(10 * max(records, 10)))
 
 
 def _default_batch_size(records: int) -> int:
-    """A power of two, about an eighth of the records, at most 2,048."""
+    """Return a power of two, about an eighth of the records, at most 2,048."""
     result: int = 2 ** max(0, min(11, math.floor(math.log2(max(records, 8) / 8))))
     return result
 
@@ -690,7 +668,7 @@ data_app = typer.Typer(
 
 @data_app.command("check")
 def check_data(recipe: RecipeArgument, changes: Changes = None) -> None:
-    """Read every record a recipe needs; complain with file and row, or say what was found."""
+    """Read all records of a recipe; report the first error with file and row, or describe them."""
     from dpdist.data import discovery, load
     from dpdist.data.tables import open_table, split_files
     from dpdist.evaluation import data_units_row
@@ -704,9 +682,10 @@ def check_data(recipe: RecipeArgument, changes: Changes = None) -> None:
     test = load(source, "test")
     counted = resolved.counted
     for split, word in ((train, counted), (test, "records")):
+        shape = "x".join(map(str, split.input_shape))
+        targets = _TARGETS[split.target_kind]
         typer.echo(
-            f"{split.name}: {len(split):,} {word}, inputs "
-            f"{'x'.join(map(str, split.input_shape))}, {split.classes} {_TOLD[split.target_kind]}"
+            f"{split.name}: {len(split):,} {word}, inputs {shape}, {split.classes} {targets}"
         )
     section = resolved.data
     names = section.class_names
@@ -722,30 +701,31 @@ def check_data(recipe: RecipeArgument, changes: Changes = None) -> None:
         if columns.user is None:
             files = split_files(section.root, section.name, section.train)
             tables, label = [open_table(file) for file in files], columns.label
-            _tell_repeats(discovery.repeating_columns(tables, None if following else label))
-    for _, said in data_units_row(resolved, test):
-        typer.echo(f"units: {said}")
+            _print_repeats(discovery.repeating_columns(tables, None if following else label))
+    for _, text in data_units_row(resolved, test):
+        typer.echo(f"units: {text}")
     unit, how = ("record", "content") if resolved.user_unit is None else ("user", "name")
     typer.echo(f"protected: the training {counted}; no {unit} is in both splits, by {how}")
     typer.echo(f"not protected: the records of {test.name}; scores on them are published")
     delta, batch = resolved.privacy.delta, resolved.training.batch_size
-    typer.echo(f"privacy.delta {delta:g}: below 1 / {len(train):,}, as it must be")
+    typer.echo(f"privacy.delta {delta:g}: below 1 / {len(train):,}, as required")
     typer.echo(f"training.batch_size {batch:,}: {format_percent(batch / len(train), 1)} % of them")
 
 
-_TOLD = {"class": "classes", "number": "numbers to tell", "labels": "labels to tell"}
+_TARGETS = {"class": "classes", "number": "numbers to predict", "labels": "labels to predict"}
 
 
 @data_app.command("fetch")
 def fetch_data(
-    name: Annotated[str, typer.Argument(help="mnist, cifar10, cifar100, svhn or docstrings")],
+    name: Annotated[str, typer.Argument(help="mnist, cifar10, cifar100, svhn or docstrings.")],
     data_root: Annotated[
-        Path, typer.Option("--data-root", callback=path_callback(), help="Where to put it.")
+        Path,
+        typer.Option("--data-root", callback=path_callback(), help="Folder for the data set."),
     ] = Path("data"),
 ) -> None:
-    """Download a public data set through torchvision and write it as Parquet.
+    """Download a public data set through torchvision, and write it as Parquet.
 
-    docstrings are real texts, from the source files of what is installed: nothing is downloaded.
+    The data set docstrings is not downloaded: its texts are those of installed Python packages.
     """
     from dpdist import data
     from dpdist.data import text

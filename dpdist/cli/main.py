@@ -1,4 +1,4 @@
-"""The `dpdist` command. A user's mistake is one line on standard error and exit code 2."""
+"""Define the `dpdist` command. A user's mistake gives one line on standard error, exit code 2."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _COMMANDS: dict[str, dict[str, Any]] = {
         "attack": audit.attack_command,
         "audit": audit.audit_command,
     },
-    "Look at runs, and publish": {
+    "Report and publish": {
         "report": report.report_command,
         "release": report.release_command,
         "verify": report.verify_command,
@@ -80,22 +80,22 @@ def _root(
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the console script."""
     try:
         here = os.getcwd()
     except OSError as error:
-        print(f"dpdist: the folder it was called in: {error.strerror}", file=sys.stderr)
+        print(f"dpdist: current folder: {error.strerror}", file=sys.stderr)
         sys.exit(ExitCode.USER_ERROR)
-    # For `model: package.module:factory`; last, so that nothing there shadows a package.
+    # For `model: package.module:factory`; last, so that it cannot hide a package.
     if here not in sys.path:
         sys.path.append(here)
-    for stream in (sys.stdout, sys.stderr):  # a file's name may hold bytes that are no text
+    for stream in (sys.stdout, sys.stderr):  # file names may have bytes that are not text
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        app(prog_name="dpdist")  # of python -m dpdist too
+        app(prog_name="dpdist")  # for python -m dpdist too
     except SystemExit as stop:
-        if stop.code == ExitCode.INTERRUPTED:  # outside a session, which says more
+        if stop.code == ExitCode.INTERRUPTED:  # outside of a session, which prints more
             print("dpdist: interrupted", file=sys.stderr)
         raise
     except (UserError, ClusterError, JournalError) as error:
@@ -104,17 +104,17 @@ def main() -> None:
         sys.exit(ExitCode.USER_ERROR)
     except OSError as error:
         if error.filename is not None:
-            said = f"{error.filename}: {error.strerror}"
+            text = f"{error.filename}: {error.strerror}"
         elif is_disk_full(error):
-            said = (
-                f"{error.strerror} (where the run lies, or the temporary files); make room, or "
-                "raise the limit (ulimit -f), and the same command continues"
+            text = (
+                f"{error.strerror} (where the run lies, or temporary files); free space, or "
+                "raise the limit (ulimit -f), and repeat the command to resume"
             )
-        elif is_permission_or_limit_error(error):  # a library's, with the file in its words
-            said = error_text(error)
-        else:  # not a file of the user's
+        elif is_permission_or_limit_error(error):  # a library's message, which names the file
+            text = error_text(error)
+        else:  # not about a user's file
             raise
-        print(f"dpdist: {said}", file=sys.stderr)
+        print(f"dpdist: {text}", file=sys.stderr)
         sys.exit(ExitCode.USER_ERROR)
     except Interrupted as error:
         print(f"dpdist: {error}", file=sys.stderr)

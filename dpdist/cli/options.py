@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Define options that several commands share."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ if TYPE_CHECKING:
 
 
 class GroupedCommands(TyperGroup):
-    """A group of commands whose help has them in panels, each summary whole."""
+    """A group of commands whose help shows panels and complete summaries."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the commands of each panel, in the order in which they were added."""
         panels: dict[str, list[tuple[str, str]]] = {}
-        for name in self.commands:
-            command = self.commands[name]
+        for name, command in self.commands.items():
             panel = getattr(command, "rich_help_panel", None)
             panel = panel if isinstance(panel, str) else "Commands"
             summary = " ".join((command.help or "").partition("\n\n")[0].split())
@@ -47,7 +46,7 @@ OptionCallback = Callable[[typer.CallbackParam, Any], Any]  # of typer: callback
 
 
 def field_callback(field: Any) -> OptionCallback:
-    """An option of the kind of a recipe's field, with the same bounds and the same complaint."""
+    """Return a callback that checks an option like a recipe's field of this type."""
     adapter: TypeAdapter[Any] = TypeAdapter(field)
 
     def check(param: typer.CallbackParam, value: Any) -> Any:
@@ -63,7 +62,10 @@ def field_callback(field: Any) -> OptionCallback:
 
 
 def path_callback(*suffixes: str) -> OptionCallback:
-    """A path, or several. endings: of a file to be written, which must be able to lie there."""
+    """Return a callback that checks one path or several.
+
+    suffixes: those of a file to write, whose folder must exist and be writable; any if empty.
+    """
 
     def check(param: typer.CallbackParam, value: Any) -> Any:
         if value is None:
@@ -71,36 +73,32 @@ def path_callback(*suffixes: str) -> OptionCallback:
         if isinstance(value, list | tuple):
             return [check(param, each) for each in value]
         try:
-            found = validate_path(value)
+            path = validate_path(value)
         except UserError as error:
             raise UserError(f"{_option_name(param)}: {error}") from None
-        if suffixes and found.suffix.lower() not in suffixes:
-            right = ", ".join(suffixes)
-            raise UserError(
-                f"{_option_name(param)}: the file must end in {right}, got {quoted(str(found))}"
-            )
         if suffixes:
-            check_writable(found, _option_name(param))
-        return found
+            _check_writable(path, suffixes, _option_name(param))
+        return path
 
     return check
 
 
-def check_writable(path: Path, context: str) -> None:
-    """Raise UserError, before hours of work, when no file could be written at `path`."""
-    folder = path.parent
-    if not folder.is_dir():
-        raise UserError(f"{context}: {folder}: no such folder")
-    if path.is_dir() or (path.exists() and not path.is_file()):
-        raise UserError(f"{context}: {path}: something else than a file lies there")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise UserError(f"{context}: {path}: may not be written")
+def _check_writable(path: Path, suffixes: Sequence[str], option: str) -> None:
+    """Raise UserError, before long work, for a file that cannot be written."""
+    if path.suffix.lower() not in suffixes:
+        raise UserError(f"{option}: must end in {', '.join(suffixes)}, got {quoted(str(path))}")
+    if not path.parent.is_dir():
+        raise UserError(f"{option}: must be in an existing folder, got {path}")
+    if path.exists() and not path.is_file():
+        raise UserError(f"{option}: must be a file, got {path}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"{option}: must be writable, got {path}")
 
 
 def parse_numbers(
     text: str | None, context: str, field: Any = PositiveOrZero
 ) -> tuple[float, ...] | None:
-    """Numbers of a field's kind, separated by commas; None for None. Raises UserError."""
+    """Return numbers of a field's type, separated by commas; None for None. Raises UserError."""
     if text is None:
         return None
     parts = text.split(",")
@@ -110,12 +108,13 @@ def parse_numbers(
         item = error.errors()[0]
         rule = validation_message(item)
         raise UserError(
-            f"{context}: give numbers separated by commas; each {rule}, got {quoted(item['input'])}"
+            f"{context}: must be numbers separated by commas; each {rule}, got "
+            f"{quoted(item['input'])}"
         ) from None
 
 
 def complete_recipe_name(incomplete: str) -> list[str]:
-    """Names of recipes that come along, for the shell to complete."""
+    """Return names of dpdist's recipes, for completion in the shell."""
     from dpdist.runs.recipe import built_in_recipes, paper_recipes
 
     names = [path.stem for path in (*built_in_recipes(), *paper_recipes())]
@@ -123,7 +122,7 @@ def complete_recipe_name(incomplete: str) -> list[str]:
 
 
 def run_names(context: typer.Context, incomplete: str) -> list[str]:
-    """Names of runs, for the shell to complete."""
+    """Return names of runs, for completion in the shell."""
     found = Path(context.params.get("runs") or DEFAULT_RUNS).glob(f"{incomplete}*/run.json")
     return sorted(path.parent.name for path in found)
 
@@ -133,14 +132,14 @@ def _option_name(param: typer.CallbackParam) -> str:
 
 
 def option(help: str, field: Any = None, *names: str, **more: Any) -> Any:
-    """field: the kind of a recipe's field whose bounds it has."""
+    """Return an option. field: type of a recipe's field, whose limits it gets."""
     return typer.Option(
         *names, help=help, callback=None if field is None else field_callback(field), **more
     )
 
 
 def path_option(help: str, *names: str, callback: OptionCallback | None = None, **more: Any) -> Any:
-    """callback: which paths are right (`path_callback`); without it any."""
+    """Return an option for a path. callback: checks it (`path_callback`); None allows any path."""
     return typer.Option(*names, help=help, callback=callback or path_callback(), **more)
 
 
@@ -149,31 +148,31 @@ def flag(name: str, help: str) -> Any:
 
 
 def executor_name() -> Literal["local", "ray"] | None:
-    """Return what $DPDIST_EXECUTOR says: in this process, or on Ray; None by the size of the work.
+    """Return the executor in $DPDIST_EXECUTOR; None chooses by the size of the work.
 
-    Raises UserError for another value.
+    Raises UserError for an unknown value.
     """
-    found = os.environ.get("DPDIST_EXECUTOR") or None
-    if found not in (None, "local", "ray"):
-        raise UserError(f"DPDIST_EXECUTOR: must be local or ray, got {quoted(found)}")
-    return cast(Literal["local", "ray"] | None, found)
+    name = os.environ.get("DPDIST_EXECUTOR") or None
+    if name not in (None, "local", "ray"):
+        raise UserError(f"DPDIST_EXECUTOR: must be local or ray, got {quoted(name)}")
+    return cast(Literal["local", "ray"] | None, name)
 
 
 DEFAULT_RUNS = Path("runs")
 
-# What a command is about.
+# Arguments.
 RecipeArgument = Annotated[
     str,
     typer.Argument(
         metavar="RECIPE",
         autocompletion=complete_recipe_name,
-        help="A recipe file, or the name of one that comes along.",
+        help="A recipe file, or the name of a recipe of dpdist.",
     ),
 ]
 Changes = Annotated[
     list[str] | None,
     option(
-        "Change a key of the recipe: training.batch_size=512. May be repeated.",
+        "Change a key of the recipe, such as training.batch_size=512. You can repeat it.",
         None,
         "--set",
         metavar="KEY=VALUE",
@@ -188,7 +187,7 @@ RunArgument = Annotated[
 ReleaseArgument = Annotated[
     Path,
     typer.Argument(
-        metavar="RELEASE", callback=path_callback(), help="A folder that `dpdist release` made."
+        metavar="RELEASE", callback=path_callback(), help="A folder that `dpdist release` wrote."
     ),
 ]
 ModelArgument = Annotated[
@@ -202,65 +201,60 @@ ModelArgument = Annotated[
 Signer = Annotated[
     Path | None,
     path_option(
-        "Of a release: the public key (PEM) that must have signed it.", "--signer", metavar="KEY"
+        "The public key (PEM) that must have signed the release.", "--signer", metavar="KEY"
     ),
 ]
 TrustFactory = Annotated[
     str | None,
     option(
-        "Of a release: import this code, which builds its model. It runs.",
+        "Import and execute this module to rebuild the release's model. Only use code you trust.",
         metavar="PACKAGE.MODULE:FACTORY",
     ),
 ]
 
-# Where things lie.
+# Folders, names and outputs.
 Runs = Annotated[
-    Path,
-    path_option("The folder that holds the run folders.", "--runs", envvar="DPDIST_RUNS"),
+    Path, path_option("The folder of all run folders.", "--runs", envvar="DPDIST_RUNS")
 ]
 Name = Annotated[str | None, option("Name of the run (default: the recipe's).", RunName, "--name")]
 Log = Annotated[
     list[str] | None,
     option(
-        "Give what may be published of the run to tensorboard:FOLDER, mlflow:URI or wandb:PROJECT. "
-        "May be repeated.",
+        "Send the run's publishable results to tensorboard:FOLDER, mlflow:URI or wandb:PROJECT. "
+        "You can repeat it.",
         None,
         "--log",
         metavar="KIND:PLACE",
     ),
 ]
-
-# Of the commands that take inputs of the test split, on Ray actors.
 MeasuringWorkers = Annotated[
-    int | None, option("Workers (default: all CPUs).", ProcessCount, "--workers")
+    int | None, option("Number of workers (default: all CPUs).", ProcessCount, "--workers")
 ]
-Output = Annotated[Path | None, path_option("Folder of the table (default: in the run folder).")]
-
-PublishableJson = Annotated[bool, flag("--json", "Print one JSON object of what may be published.")]
+Output = Annotated[
+    Path | None, path_option("Folder for the table (default: one in the run folder).")
+]
+PublishableJson = Annotated[
+    bool, flag("--json", "Print one JSON object with the publishable results.")
+]
 PrintJson = Annotated[bool, flag("--json", "Print JSON.")]
 
 
-def require_numeric_inputs(recipe: Recipe, command: str) -> None:
-    """Raise UserError where inputs are tokens."""
-    if (why := recipe.data.numeric_input_error(f"dpdist {command}")) is not None:
-        raise UserError(why)
-
-
 def require_labels(recipe: Recipe, command: str) -> None:
-    """Raise UserError where records have no label of their own."""
+    """Raise UserError if records have no label."""
     if (why := recipe.data.single_label_error(f"dpdist {command}")) is not None:
         raise UserError(why)
 
 
 def load_trained_recipe(
     folder: RunFolder, command: str, changes: Mapping[str, Any] | None = None
-) -> Recipe:  # fmt: skip
-    """The recipe of a trained run whose inputs are numbers, with changes. Raises UserError."""
+) -> Recipe:
+    """Return the recipe of a trained run of labeled numbers, with changes. Raises UserError."""
     from dpdist.runs.recipe import resolve_recipe
 
     folder.require_trained()
     recipe = resolve_recipe(folder.read_recipe(), changes=changes)
-    require_numeric_inputs(recipe, command)
+    if (why := recipe.data.numeric_input_error(f"dpdist {command}")) is not None:
+        raise UserError(why)
     require_labels(recipe, command)
     return recipe
 
@@ -273,23 +267,25 @@ def open_release_if_any(
     labeled: bool = True,
     numeric: bool = True,
 ) -> Release | None:
-    """The release that lies at a path; None where the name of a run is meant, which nobody signs.
-    labeled: refuse one whose outputs are no classes. numeric: refuse one of texts. Raises
-    UserError, ReleaseError where `signer` is given and did not sign it."""
+    """Return the release at a path; None if the path or name is that of a run.
+
+    labeled: require classes as outputs. numeric: require inputs that are not texts. Raises
+    UserError, and ReleaseError if `signer` is given and did not sign it.
+    """
     from dpdist.release.bundle import load
     from dpdist.release.files import is_release
 
     path = validate_path(name)
     if not is_release(path):
         if signer is not None:
-            raise UserError(f"--signer: of a release, and {name} is none")
+            raise UserError(f"--signer: must be left out, since {name} is not a release")
         return None
-    found = load(path, trusted_factory=trusted_factory, signer=signer)
+    release = load(path, trusted_factory=trusted_factory, signer=signer)
     if numeric:
-        found.require_numeric_inputs()
+        release.require_numeric_inputs()
     if labeled:
-        found.need_label()
-    return found
+        release.need_label()
+    return release
 
 
 def changes_by_section(
@@ -299,17 +295,17 @@ def changes_by_section(
 
     Args:
         changes: KEY=VALUE each, with dotted keys.
-        sections: those that a command takes, and the keys of each; None: all that it has.
+        sections: the sections that a command accepts, and the keys of each; None for all keys.
 
     Raises:
-        UserError: a change is of another section or key.
+        UserError: a change has a different section or key.
     """
     from dpdist.runs.recipe import parse_changes
 
     found: dict[str, dict[str, Any]] = {section: {} for section in sections}
     seeds = [each for each in changes or () if each.partition("=")[0].strip().endswith(".seed")]
     given = parse_changes([each for each in changes or () if each not in seeds])
-    for each in seeds:  # text, whatever YAML makes of its digits
+    for each in seeds:  # strings, which YAML could read as numbers
         name, _, value = each.partition("=")
         given[name.strip()] = value.strip()
     for name, value in given.items():

@@ -1,7 +1,6 @@
-"""``dpdist report``, ``release`` and ``verify``: publish.
+"""Publish results (``dpdist report``) and models (``release``), and check releases (``verify``).
 
-Only `release` writes a run's folder release/, and `verify` reads one. All other values that these
-commands show or send are those that may be published.
+Only `release` writes a run's folder release/. These commands show and send only publishable values.
 """
 
 from __future__ import annotations
@@ -45,23 +44,23 @@ _Names = Annotated[
     typer.Argument(
         metavar="[RUN]...",
         autocompletion=run_names,
-        help="A run folder, its name under --runs, or its archive's address; several to compare; "
-        "without one, all runs of the folder --runs.",
+        help="A run folder, its name under --runs, or its archive's address. Give several runs to "
+        "compare them, and none for an overview of all runs in --runs.",
     ),
 ]
 _Images = Annotated[
     bool | None,
     typer.Option(
         "--images/--no-images",
-        help="Whether the page shows test images; kept for later reports of the run (default: "
-        "only those of built-in data).",
+        help="Whether to show test images, in this report and later ones of the run (default: only "
+        "those of built-in data).",
     ),
 ]
 _Baseline = Annotated[
     str | None,
     option(
-        "A run of the same recipe without privacy, to show next to it on a page in private/; kept. "
-        "No epsilon covers its values.",
+        "A run of the same recipe without privacy, to compare with on a page in private/, now and "
+        "in later reports. No epsilon covers its values.",
         metavar="RUN",
     ),
 ]
@@ -69,16 +68,18 @@ _TechnicalFile = Annotated[
     bool,
     flag(
         "--technical-file",
-        "Also write report/technical-file.md, by the EU's AI Act and GDPR 35(7).",
+        "Also write report/technical-file.md, with the headings of the EU AI Act and GDPR 35(7).",
     ),
 ]
 _L2 = Annotated[
     list[float] | None,
-    option("L2 size of certified accuracy (default: 0.1, 0.25, 0.5). May be repeated."),
+    option("L2 radius of certified accuracy (default: 0.1, 0.25, 0.5). You can repeat it."),
 ]
 _Linf = Annotated[
     list[float] | None,
-    option("L-infinity size of it (default: 0.003, 0.01, 0.02). May be repeated."),
+    option(
+        "L-infinity radius of certified accuracy (default: 0.003, 0.01, 0.02). You can repeat it."
+    ),
 ]
 
 
@@ -95,9 +96,9 @@ def report_command(
 ) -> None:
     """Write the report of a run, one HTML page that opens offline; or compare several runs.
 
-    Of several runs it prints epsilon claimed and proved, accuracy clean, certified and attacked,
-    and then each later run less the first, on the same inputs: differences with intervals and p
-    values. Without a run it writes one page over all runs of the folder --runs.
+    For several runs, it prints epsilon claimed and proved, and accuracy clean, certified and
+    attacked; then the differences of each later run from the first on the same inputs, with
+    intervals and p values. Without a run, it writes an overview of all runs in --runs.
     """
     if names is None or len(names) != 1:
         given = {
@@ -124,12 +125,12 @@ def report_command(
 def _report(
     folder: RunFolder, images: bool | None, technical_file: bool, log: Sequence[str], quiet: bool
 ) -> None:
-    """Write the page of a run and what else was asked for; print its summary unless `quiet`."""
+    """Write the page of a run and the requested files; print its summary unless `quiet`."""
     from dpdist.reports.tracking import check_tracker_address, track_run
 
     for address in log:
         check_tracker_address(address)
-    from dpdist import pipeline  # only now: what is refused needs no data
+    from dpdist import pipeline  # after the checks, since it loads torch
     from dpdist.core import console
     from dpdist.reports.results import load_results
 
@@ -142,9 +143,7 @@ def _report(
     if not quiet:
         typer.echo(repr(load_results(folder)))
     if folder.baseline_report.exists():
-        console.log(
-            f"with a run that no epsilon covers, not to be published: {folder.baseline_report}"
-        )
+        console.log(f"comparison with the baseline, do NOT publish: {folder.baseline_report}")
     if log:
         track_run(folder, log)
 
@@ -166,7 +165,7 @@ def _set_baseline(folder: RunFolder, name: str, runs: Path) -> None:
         other.require_trained()
     except UserError as error:
         how = compare.baseline_command(folder)
-        raise UserError(f"--baseline: {error}; this makes one: {how}") from None
+        raise UserError(f"--baseline: {error}; to train one, run: {how}") from None
     compare.set_baseline(folder, other)
 
 
@@ -174,7 +173,7 @@ def _write_overview(folder: Path) -> None:
     from dpdist.reports.html import write_overview
 
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder of runs; name one with --runs")
+        raise UserError(f"--runs: must be a folder of runs, got {folder}")
     print(write_overview(folder))
 
 
@@ -184,7 +183,7 @@ def _compare(
     linf: list[float] | None,
     as_json: bool,
 ) -> None:
-    """Print runs side by side, and each later one less the first on the same inputs."""
+    """Print runs side by side, and the differences of each later run from the first."""
     from dpdist.core import console
     from dpdist.reports import compare
     from dpdist.reports.results import load_results
@@ -209,7 +208,7 @@ def release_command(
     run: RunArgument,
     runs: Runs = DEFAULT_RUNS,
     not_private: Annotated[
-        bool, flag("--not-private", "Release although the run has no finite guarantee.")
+        bool, flag("--not-private", "Release the run although it has no finite epsilon.")
     ] = False,
     license: Annotated[
         str | None, option("SPDX identifier of the model's license.", License)
@@ -219,11 +218,14 @@ def release_command(
     ] = None,
     factory: Annotated[
         str | None,
-        option("Import this to build the script's trained module.", metavar="MODULE:FUNCTION"),
+        option(
+            "Import and execute this function to build the script's trained module.",
+            metavar="MODULE:FUNCTION",
+        ),
     ] = None,
     as_json: PublishableJson = False,
 ) -> None:
-    """Write what is safe to publish into release/: model, privacy card, model card, checksums."""
+    """Write the publishable files to release/: model, privacy card, model card and checksums."""
     from dpdist.core import console
     from dpdist.core.files import read_json
     from dpdist.runs.folder import open_run
@@ -255,13 +257,13 @@ def release_command(
 _Redraw = Annotated[
     int | None,
     option(
-        "Count K inputs of each table of certificates again, by the test data.", Count, metavar="K"
+        "Sample the counts of K inputs of each table of certificates again, on the test data.",
+        Count,
+        metavar="K",
     ),
 ]
-
-
 _DataRoot = Annotated[
-    Path | None, path_option("With --redraw: the folder that holds the test data.", "--data-root")
+    Path | None, path_option("With --redraw: the folder of the test data.", "--data-root")
 ]
 
 
@@ -272,17 +274,16 @@ def verify_command(
     redraw: _Redraw = None,
     data_root: _DataRoot = None,
 ) -> None:
-    """Check sums, model and noise of a release, compute its epsilon again, and certified accuracy
-    from the counts that it carries.
+    """Check the files, model and noise of a release, and recompute epsilon and certified accuracy.
 
-    Exit code 1, and one line, for the first thing that does not hold.
+    If a check fails, the command prints one line about it and exits with code 1.
     """
     from dpdist.core import console
     from dpdist.release.files import ReleaseError
     from dpdist.release.verify import verify_release
 
     if data_root is not None and redraw is None:
-        raise UserError("--data-root: only counting again needs data; add --redraw K")
+        raise UserError("--data-root: must be left out without --redraw K")
     try:
         rows = verify_release(
             release,
@@ -298,7 +299,7 @@ def verify_command(
 
 
 def _test_data(release: Release, root: Path | None) -> Dataset:
-    """Return the test split that a release names, from where the reader has it."""
+    """Return the test split that a release names, from the folder `root`."""
     from dpdist import data
     from dpdist.training.records import data_source_under
 

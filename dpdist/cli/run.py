@@ -1,8 +1,4 @@
-"""``dpdist run``, ``tune`` and ``recipes``: what a recipe says.
-
-run: all stages of a recipe, or those up to one. tune: search hyper-parameters privately; the
-guarantee covers training and search. recipes: list the included ones, print one with its defaults.
-"""
+"""Run recipes (``dpdist run``), tune them (``tune``), and list them (``recipes``)."""
 
 from __future__ import annotations
 
@@ -42,7 +38,7 @@ _Until = Annotated[
     str | None,
     option("Stop after this stage: pretrain or train.", Literal["pretrain", "train"]),
 ]
-_DryRun = Annotated[bool, flag("--dry-run", "Print the plan: epsilon, steps, memory, time.")]
+_DryRun = Annotated[bool, flag("--dry-run", "Only print the plan: epsilon, steps, memory, time.")]
 
 
 def run_command(
@@ -54,10 +50,10 @@ def run_command(
     dry_run: _DryRun = False,
     as_json: PublishableJson = False,
 ) -> None:
-    """Train privately, certify and report, as the recipe says. Continues what was interrupted.
+    """Train privately, certify and report, as the recipe says; or resume an interrupted run.
 
-    With --until pretrain it trains the recipe's public part only, without privacy, on public
-    records. With --until train it trains and measures accuracy, without a search, certificates or
+    With --until pretrain, it trains only the recipe's public part, without privacy, on public
+    records. With --until train, it trains and measures accuracy, without a search, certificates or
     a report.
     """
     from dpdist.runs.recipe import parse_changes, resolve_recipe
@@ -87,37 +83,40 @@ def run_command(
 
 
 def _pretrain(recipe: Recipe, context: str) -> None:
-    """Train a recipe's public classifier or denoiser without privacy, on public records only."""
+    """Train only a recipe's public classifier or denoiser, without privacy, on public records."""
     from dpdist.runs.recipe import refuse_unused
     from dpdist.training.pretraining import pretrain
 
     refuse_unused(recipe, context)
     with console.progress("pretraining, WITHOUT privacy", "steps") as show:
         folder, score = pretrain(recipe, context, show)
-    of = f"{format_percent(score)} % of the test split"
+    result = f"{format_percent(score)} % of the test split"
     if recipe.public is not None and recipe.model.denoiser is not None:
-        of = f"noise {recipe.public.sigma:g} on the test split reduced to {score:.4f}"
+        result = f"noise {recipe.public.sigma:g} on the test split reduced to {score:.4f}"
     other = None if recipe.public is None else recipe.public.data
     if other is not None and other.num_classes != recipe.data.num_classes:
-        of = f"learned the {other.num_classes} classes of {other.name}; its head is as it began"
-    typer.echo(f"{folder}: {of}; trained on public records")
+        result = f"learned the {other.num_classes} classes of {other.name}; its head is untrained"
+    typer.echo(f"{folder}: {result}; trained on public records")
 
 
 # --- dpdist tune ------------------------------------------------------------------------------
 
 
 _Plan = Annotated[
-    bool, flag("--plan", "Print what each distribution of the number of trials costs; no data.")
+    bool,
+    flag(
+        "--plan", "Only print epsilon for each distribution of the number of trials; needs no data."
+    ),
 ]
-_Trials = Annotated[str | None, option("With --plan: expected numbers of trials, such as 5,10,50.")]
+_Trials = Annotated[str | None, option("With --plan: mean numbers of trials, such as 5,10,50.")]
 _Records = Annotated[
     int | None,
-    option("With --plan: number of training records (of users, with privacy.unit: user).", Count),
+    option("With --plan: number of training records; of users with privacy.unit: user.", Count),
 ]
 _AsJson = Annotated[bool, flag("--json", "With --plan: print JSON.")]
 _Public = Annotated[
     bool,
-    flag("--public", "Sweep public records (privacy: none) by Ray Tune instead: NOT PRIVATE."),
+    flag("--public", "Tune on public records with Ray Tune (privacy: none): NOT PRIVATE."),
 ]
 
 
@@ -133,23 +132,17 @@ def tune_command(
 ) -> None:
     """Search the fields of the recipe's tune section; epsilon covers training and search.
 
-    The same command continues an interrupted search: nothing is drawn again. What the terminal
-    shows of a running search is for the operator only; the result is an ordinary run folder.
+    Repeat the command to resume an interrupted search. Do not publish the progress that the
+    terminal shows. The result is an ordinary run folder.
     """
     from dpdist.runs.recipe import parse_changes, resolve_recipe
 
-    if plan:
-        _print_search_costs(
-            resolve_recipe(recipe, changes=parse_changes(changes)),
-            recipe,
-            trials,
-            records,
-            as_json,
-        )
-        return
-    if trials or records or as_json:
-        raise UserError("tune: --trials, --records and --json belong to --plan")
+    if (trials or records or as_json) and not plan:
+        raise UserError("--trials, --records, --json: must be left out without --plan")
     resolved = resolve_recipe(recipe, changes=parse_changes(changes))
+    if plan:
+        _print_search_costs(resolved, recipe, trials, records, as_json)
+        return
     if public:
         _print_public(resolved, runs, recipe)
         return
@@ -160,7 +153,7 @@ def tune_command(
 
 
 def _print_public(recipe: Recipe, runs: Path, context: str) -> None:
-    """Sweep a recipe on public records; print its trials."""
+    """Tune a recipe on public records, and print its trials."""
     from dpdist import pipeline
     from dpdist.tuning.public import NOT_PRIVATE
 
@@ -179,7 +172,7 @@ def _print_public(recipe: Recipe, runs: Path, context: str) -> None:
 
 
 def _print_results(folder: RunFolder) -> None:
-    """Print the trials of a search where they may be shown, and the block that ends a run."""
+    """Print the trials of a search, if they are public, and the results of a run."""
     from dpdist.reports.results import load_results, trial_table
 
     facts = load_results(folder)
@@ -202,8 +195,8 @@ def _print_search_costs(
 
     if recipe.tune is None:
         raise UserError(
-            f"{context}: tune: is required: the fields to search (space) and the distribution of "
-            "the number of trials; docs/how-to/tuning.md shows one"
+            f"{context}: tune: must be given: the fields to search (space) and the distribution of "
+            "the number of trials (docs/how-to/tuning.md)"
         )
     check_space(recipe, context)
     sizes = preview.sizes_without_data(recipe, records, context)
@@ -227,7 +220,7 @@ def _print_cost_table(recipe: Recipe, records: int, noise: float, rows: list[Any
     target = recipe.privacy.epsilon
     header = ["trials K", f"epsilon at noise {noise:.4g}"]
     if target is not None:
-        header.append(f"noise for {target:g} in all")
+        header.append(f"noise for {target:g} in total")
     header += ["P(K=0)", "P(K>=2)", "P(K>=mean)", "K: 5 / 50 / 95 %"]
     cells = []
     for row in rows:
@@ -245,17 +238,15 @@ def _print_cost_table(recipe: Recipe, records: int, noise: float, rows: list[Any
             " / ".join(map(str, row.quantiles)),
         ]
         cells.append(line)
+    epsilon = "" if target is None else f", epsilon {target:g}"
     typer.echo(
-        f"training on about {records:,} {recipe.counted}; one untuned run: noise multiplier "
-        f"{noise:.4g}"
-        + ("" if target is None else f", epsilon {target:g}")
-        + f" at delta {recipe.privacy.delta:g}"
+        f"training on about {records:,} {recipe.counted}; one run without a search: noise "
+        f"multiplier {noise:.4g}{epsilon} at delta {recipe.privacy.delta:g}"
     )
     typer.echo(console.format_columns(header, cells))
     typer.echo(
-        "* the recipe's distribution. K stays secret (except fixed): a cheap distribution often "
-        "runs a single trial, "
-        "which chooses nothing."
+        "* the recipe's distribution. K is secret (except fixed): distributions with a small "
+        "epsilon often run a single trial, which does not choose anything."
     )
 
 
@@ -267,16 +258,16 @@ _Shown = Annotated[
     typer.Argument(
         metavar="[RECIPE]",
         autocompletion=complete_recipe_name,
-        help="A recipe's name or file, to print in full.",
+        help="Name or file of a recipe to print with its defaults.",
     ),
 ]
-_Papers = Annotated[bool, flag("--papers", "List those that reproduce papers, from a checkout.")]
+_Papers = Annotated[bool, flag("--papers", "List recipes that reproduce papers, in a checkout.")]
 
 
 def recipes_command(
     recipe: _Shown = None, changes: Changes = None, papers: _Papers = False
 ) -> None:
-    """List the recipes that come with dpdist; or print one with every default filled in."""
+    """List the recipes that come with dpdist, or print one with all its defaults."""
     from dpdist.runs.recipe import built_in_recipes, paper_recipes, parse_changes, resolve_recipe
 
     if recipe is not None:
@@ -284,9 +275,7 @@ def recipes_command(
         return
     paths = paper_recipes() if papers else built_in_recipes()
     if not paths:
-        raise UserError(
-            "--papers: the recipes of the papers are in a checkout of dpdist, in papers/"
-        )
+        raise UserError("--papers: only works in a checkout of dpdist, which has papers/")
     width = max(len(path.stem) for path in paths)
     for path in paths:
         first = path.read_text().split("\n", 1)[0]

@@ -1,4 +1,4 @@
-"""Answer single inputs and texts by a released model."""
+"""Answer single inputs and texts with a released model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,8 @@ import numpy as np
 
 from dpdist.certification.predict import Predictor, to_model_input
 from dpdist.core.errors import UserError
-from dpdist.core.fields import (
-    PADDING,
-)
-from dpdist.core.files import (
-    read_text,
-)
+from dpdist.core.fields import PADDING
+from dpdist.core.files import read_text
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -32,10 +28,10 @@ if TYPE_CHECKING:
 class Answer:
     """The answer to one image.
 
-    label: index of the class, -1 for ABSTAIN. name: of the class, None for ABSTAIN. radius: no
-    change of the input below it in `norm` changes the answer of the smoothed classifier; wrong
-    with probability at most `alpha`, over the noise drawn for this answer. sigma: of noise on
-    the input; None where the model's own noise certifies.
+    label: index of the class; -1 for ABSTAIN. name: that of the class; None for ABSTAIN. radius:
+    changes of the input below it in `norm` do not change the answer of the smoothed classifier;
+    incorrect with probability at most `alpha`, over the noise of this answer. sigma: standard
+    deviation of the noise on the input; None if only the model's own noise certifies.
     """
 
     label: int
@@ -57,9 +53,9 @@ class Answer:
 
 
 class Answerer:
-    """Answers by one certificate, with fresh secret noise for each call.
+    """Answer inputs with one kind of certificate, with fresh secret noise for each call.
 
-    Not to be shared by threads.
+    It is not safe to share between threads.
     """
 
     def __init__(
@@ -78,13 +74,15 @@ class Answerer:
     def __call__(self, image: np.ndarray | Mapping[str, Any]) -> Answer:
         """Return the answer to one image, or one raw record of a table.
 
-        image: of the model's input shape, uint8 or numbers in [0, 1]; of a script's run, numbers as
-        its training had them. A record is a dict of its cells by column, or an array of numbers in
-        the order of the features. Raises ValueError for anything else, UserError for a record.
+        image: an array of the model's input shape, uint8 or in [0, 1]; for a script's run, scaled
+            as in its training. A record is a dict of its cells by column, or an array of numbers in
+            the order of the features.
+
+        Raises ValueError for an invalid image, and UserError for an invalid record.
         """
         shape = self._shape
         rules = self._about.data.columns.feature_rules
-        if rules or isinstance(image, Mapping):  # raw features, as their files hold them
+        if rules or isinstance(image, Mapping):  # raw features, as in their files
             from dpdist.core.preprocessing import ColumnPreprocessing
             from dpdist.data.preprocessing import Preprocessing
 
@@ -107,17 +105,17 @@ class Answerer:
 # --- answers to texts -------------------------------------------------------------------------
 
 
-_SHOWN = 5  # continuations, of all tokens
-_DRAWS = 16  # of a model with noise of its own
+_SHOWN = 5  # most probable classes or tokens
+_DRAWS = 16  # noise samples of a model with its own noise
 
 
 @dataclass(frozen=True)
 class TextAnswer:
     """The answer to one text.
 
-    label, name: the class and its name; -1 and None where the model says none, or where outputs are
-    no classes. likely: of the classes, or of the next tokens, names and probabilities by softmax,
-    the most probable first. outputs: where they are no classes, the numbers; else ().
+    label, name: the class and its name; -1 and None for scores that are not finite, or if outputs
+    are not classes. likely: names and softmax probabilities of the classes or next tokens, the most
+    probable first. outputs: the outputs of a model without classes, else ().
     """
 
     label: int
@@ -135,47 +133,42 @@ class TextAnswer:
 
 
 class TextAnswerer:
-    """Answers to texts, by a model in evaluation mode.
+    """Answer texts with a model in evaluation mode.
 
-    A model with noise of its own answers by its mean scores over 16 fresh draws, as its clean
-    accuracy is measured.
+    A model with its own noise answers with its mean scores over 16 noise samples, as for its clean
+    accuracy.
 
     Args:
-        model: float32 tokens (B, length) to logits (B, classes), or (B, length, tokens) of what
-            comes next.
-        column: makes tokens of texts.
-        classes: names, in the order of the logits; those of next tokens are `column`'s.
+        model: maps float32 tokens (B, length) to logits (B, classes), or (B, length, tokens) for
+            next tokens.
+        column: turns texts into tokens; public as `column`.
+        classes: names in the order of the logits; unused for next tokens.
         targets: data.targets of the recipe.
     """
 
     def __init__(
         self, model: nn.Module, column: TextColumn, classes: Sequence[str], targets: str
     ) -> None:
-        self._model, self._column = model, column
+        self._model, self.column = model, column
         self._classes, self._targets = tuple(classes), targets
 
     def __call__(self, text: str) -> TextAnswer:
         """Return the answer to one text. Raises UserError for a text that cannot be continued."""
         import torch
 
-        if self._column.predicts_next_token:
-            scores = self.next_scores(self._column.tokenize_beginning(text))
-            return self._class(scores, self._column.token_name)
-        outputs = self._scores(torch.from_numpy(self._column.tokenize_one(text)))[0]
+        if self.column.predicts_next_token:
+            scores = self.next_scores(self.column.tokenize_beginning(text))
+            return self._class(scores, self.column.token_name)
+        outputs = self._scores(torch.from_numpy(self.column.tokenize_one(text)))[0]
         if self._targets != "class":
             return TextAnswer(-1, None, (), tuple(outputs.tolist()))
         return self._class(outputs, self._classes.__getitem__)
 
-    @property
-    def column(self) -> TextColumn:
-        """Return what makes tokens of texts."""
-        return self._column
-
     def next_scores(self, tokens: np.ndarray) -> Tensor:
-        """Return the scores (classes,) of the token that comes after 1 to `length` tokens."""
+        """Return the scores (tokens,) of the token after 1 to `length` tokens."""
         import torch
 
-        row = np.full((1, self._column.length), PADDING, dtype=np.float32)
+        row = np.full((1, self.column.length), PADDING, dtype=np.float32)
         row[0, : len(tokens)] = tokens
         return self._scores(torch.from_numpy(row))[0, len(tokens) - 1]
 
@@ -206,26 +199,26 @@ class TextAnswerer:
 
 
 def check_text_column(column: TextColumn, spec: ModelSpec, context: Path) -> None:
-    """Raise UserError unless a model of this description reads the tokens that `column` makes."""
+    """Raise UserError unless a model of this description reads the tokens of `column`."""
     if spec.input_shape != (column.length,):
         raise UserError(
-            f"{context}: text.length must be {spec.input_shape[0]}, the tokens that its model "
-            f"reads, got {column.length}"
+            f"{context}: text.length: must be {spec.input_shape[0]}, the input length of its "
+            f"model, got {column.length}"
         )
     if spec.following != column.predicts_next_token:
         raise UserError(
-            f"{context}: text.predict must be {'next' if spec.following else 'label'}, as its "
-            "model answers"
+            f"{context}: text.predict: must be {'next' if spec.following else 'label'}, as in its "
+            "model"
         )
     if column.words is not None:
         lines = len(read_text(column.words.file).splitlines())
         if lines != len(column.words.token_ids):
             raise UserError(
-                f"{context}: text.words must be {lines:,}, the words of {column.words.file.name}, "
+                f"{context}: text.words: must be {lines:,}, the words in {column.words.file.name}, "
                 f"got {column.words.count:,}"
             )
     if spec.following and column.vocabulary_size > spec.classes:
         raise UserError(
-            f"{context}: its tokenizer must have at most {spec.classes:,} tokens, those that its "
-            f"model tells, got {column.vocabulary_size:,}"
+            f"{context}: its tokenizer must have at most the {spec.classes:,} tokens of its model, "
+            f"got {column.vocabulary_size:,}"
         )

@@ -1,11 +1,9 @@
 """Read and check a release.
 
-No part of a release is used before all of it was checked. Files are regular ones of the folder
-itself, each with its sum; every field has its type and its bounds; weights, architecture, noise
-and cards speak of one model. Nothing is unpickled, and a factory from elsewhere is imported only
-when the caller names it. The claims of the cards are held against the phases that they name by
-`dpdist.release.verify`. An answer is class and certified radius, or ABSTAIN, for one image at a
-time.
+No part of a release is used before all of it is checked. Files are regular files of the folder,
+each with its checksum; every field has its type and bounds; weights, architecture, noise and cards
+are those of one model. Nothing is unpickled, and a user's factory is imported only if the caller
+names it. `dpdist.release.verify` checks the statements of the cards against their phases.
 """
 
 from __future__ import annotations
@@ -21,19 +19,9 @@ import numpy as np
 
 from dpdist.core.console import Row, format_table
 from dpdist.core.errors import UserError
-from dpdist.core.files import (
-    json_equal,
-    quoted,
-    read_json,
-    validate_path,
-)
+from dpdist.core.files import json_equal, quoted, read_json, validate_path
 from dpdist.models.signature import Signature
-from dpdist.privacy.card import (
-    PRIVACY_CARD,
-    bounding_guarantee,
-    no_epsilon,
-    parse_card_plan,
-)
+from dpdist.privacy.card import PRIVACY_CARD, bounding_guarantee, no_epsilon, parse_card_plan
 from dpdist.privacy.phases import UNKNOWN_DATA
 from dpdist.privacy.plan import PrivacyPlan
 
@@ -54,7 +42,7 @@ from dpdist.release.description import (
     text_column,
 )
 from dpdist.release.files import (
-    _ADAPTER,
+    ADAPTER_FILES,
     ADAPTER_WEIGHTS,
     BASE,
     DESCRIPTION,
@@ -70,9 +58,9 @@ from dpdist.release.files import (
 
 
 def check_adapter(release: Release) -> str:
-    """Hold the adapter's tensors and the digest of its base against the whole model.
+    """Check the adapter's tensors and the digest of its base against the whole model.
 
-    Returns what holds, in words. Raises ReleaseError.
+    Returns a description of the adapter. Raises ReleaseError.
     """
     import torch
     from safetensors.torch import load_file
@@ -80,16 +68,16 @@ def check_adapter(release: Release) -> str:
     from dpdist import models
 
     base, adapter = release.description.base, models.Adapter.of(release.model)
-    stated, held = load_file(release.path / ADAPTER_WEIGHTS), adapter and adapter.tensors
-    if not held or stated.keys() != held.keys() or not all(
-        torch.equal(stated[name], tensor) for name, tensor in held.items()
-    ):  # fmt: skip
+    stated = load_file(release.path / ADAPTER_WEIGHTS)
+    own = {} if adapter is None else adapter.tensors
+    equal = own and stated.keys() == own.keys()
+    if not equal or not all(torch.equal(stated[name], own[name]) for name in own):
         raise ReleaseError(f"{release.path / ADAPTER_WEIGHTS}: is not the adapter of its model")
     assert base is not None
     if (digest := models.base_digest(release.model)) != base.digest:
         raise ReleaseError(
-            f"{release.path / BASE}: names the digest {base.digest}; that of its model's base is "
-            f"{digest}"
+            f"{release.path / BASE}: digest: must be {digest}, that of its model's base, got "
+            f"{base.digest}"
         )
     return f"that of the model; its base is {base.name}, digest {base.digest}"
 
@@ -108,7 +96,7 @@ class Release:
         path: the release's folder, a `Path`.
         description: the content of release.json.
         card: the privacy card as stated, a dict with keys such as "guarantee" and "assumptions".
-        plan: the `PrivacyPlan` of the phases that the card names.
+        plan: the `PrivacyPlan` of the phases on the card.
         checksums: checksums of its files by name, which identify the release.
         trusted_factory: see `load`.
 
@@ -132,14 +120,14 @@ class Release:
 
     @property
     def rows(self) -> list[Row]:
-        """Return what the files state, a list of `Row`: the doubtful entries are first.
+        """Return the statements of the files, a list of `Row`; warnings are first.
 
         A `Row` has `name`, `value`, `beside` (how to read it; all str) and `brief` (bool).
         """
         return release_rows(self.description, self.card)
 
     def __repr__(self) -> str:
-        """Return what a reader asks first; all of it is in the files."""
+        """Return the most important statements of the files."""
         about = self.description
         call = "text_answerer(text)" if about.tokens else "answerer()(image)"
         if (signature := self.signature) is not None:
@@ -151,8 +139,8 @@ class Release:
             Row("classes", _format_names(about.classes))
             if about.text is None or about.text.predict == "label"
             else Row("vocabulary", f"{about.outputs:,} tokens"),
-            Row("license", about.license or "none named: ask the publisher"),
-            Row("to ask it", f"release.{call}; dpdist verify {self.path}"),
+            Row("license", about.license or "not named: ask the publisher"),
+            Row("to use it", f"release.{call}; dpdist verify {self.path}"),
         ]
         return format_table(rows, f"Release {self.name} ({self.path})")
 
@@ -166,8 +154,8 @@ class Release:
         """Return epsilon at `delta` as the card states it, a float; infinite if nothing is proved.
 
         If the card's own epsilon omits an earlier release, it is that of all releases of the data
-        set. It is also infinite if `no_epsilon` gives a reason. `dpdist verify` computes epsilon of
-        the run again, and raises an error if that of all releases is smaller.
+        set. It is also infinite if `no_epsilon` gives a reason. `dpdist verify` recomputes the
+        run's epsilon, and raises an error if that of all releases is smaller.
         """
         return float(bounding_guarantee(self.card)["epsilon"])
 
@@ -212,8 +200,8 @@ class Release:
         models.check_trusted(spec, self.trusted_factory, self.path)
         if spec.classes != self.description.outputs:
             raise ReleaseError(
-                f"{self.path}: its model tells {spec.classes} classes, {DESCRIPTION} names "
-                f"{self.description.outputs}"
+                f"{self.path}: its model must have the {self.description.outputs} classes in "
+                f"{DESCRIPTION}, got {spec.classes}"
             )
         return spec
 
@@ -235,15 +223,15 @@ class Release:
         spec = self.spec
         with as_release_errors():
             if models.model_hash(self.path) != self.description.model:
-                raise UserError(f"{self.path}: its model is not the one that {DESCRIPTION} names")
+                raise UserError(f"{self.path}: its model is not the one in {DESCRIPTION}")
             module = models.load(self.path, trusted_factory=self.trusted_factory)
             models.check_outputs(module, spec)
         for name, tensor in module.state_dict().items():
             if not bool(tensor.isfinite().all()):
-                raise ReleaseError(f"{self.path}: {name} holds numbers that are not finite")
+                raise ReleaseError(f"{self.path}: {name}: must be finite")
         if not json_equal(find_noise_location(module).describe(), self.description.noise):
-            raise ReleaseError(f"{self.path}: its model has other noise than {DESCRIPTION} says")
-        for each in module.modules():  # no own loop begins with a part of it unnoticed
+            raise ReleaseError(f"{self.path}: noise: must be that in {DESCRIPTION}")
+        for each in module.modules():  # so that a training that starts from a part of it knows
             setattr(each, models.TRAINED_BY, str(self.path))
         return module
 
@@ -281,9 +269,9 @@ class Release:
         """
         text = self.description.text
         if text is None:
-            why = "takes numbers; call its answerer()"
+            why = "its inputs are not texts; call its answerer()"
             if self.description.tokens:
-                why = "was released without its tokenizer; make it again with `dpdist release`"
+                why = "was released without its tokenizer; repeat `dpdist release`"
             raise UserError(f"{self.path}: {why}")
         column = text_column(text, self.path)
         with as_release_errors():
@@ -296,7 +284,7 @@ class Release:
     def signature(self) -> Signature | None:
         """Return the fields that the model reads, a `Signature`; None for one tensor of numbers.
 
-        `fields` of a `Signature` maps each name to its shape and the type of its numbers.
+        `fields` of a `Signature` maps each name to its shape and data type.
 
         Raises:
             ReleaseError: the model's file is damaged.
@@ -304,15 +292,15 @@ class Release:
         from dpdist.models import read_spec
 
         with as_release_errors():
-            said = read_spec(self.path).signature
-            return Signature.parse(said, str(self.path)) if said else None
+            fields = read_spec(self.path).signature
+            return Signature.parse(fields, str(self.path)) if fields else None
 
     def predict(self, inputs: Any) -> Tensor:
-        """Return what the model answers to records, without noise and without a certificate.
+        """Return the model's outputs for records, without noise and without a certificate.
 
         Args:
             inputs: the fields of the records by name, arrays (B, ...), if the model reads several;
-                else one array (B, *spec.input_shape), as the training had them.
+                else one array (B, *spec.input_shape), scaled as in training.
 
         Returns:
             A tensor (B, ...) of the model's outputs: logits (B, classes) for classes, else numbers
@@ -325,7 +313,7 @@ class Release:
         import torch
 
         if self.description.tokens:
-            raise UserError(f"{self.path}: takes texts: call its text_answerer(text)")
+            raise UserError(f"{self.path}: its inputs are texts; call its text_answerer(text)")
         with torch.inference_mode():
             if (signature := self.signature) is not None:
                 found: Tensor = signature.outputs(self.model, signature.batch(inputs))
@@ -353,7 +341,7 @@ class Release:
         self.require_single_input()
         if self.description.tokens:
             raise UserError(
-                f"{self.path}: takes tokens of text, which have no certificate",
+                f"{self.path}: its inputs are tokens of text, which cannot be certified",
                 see="how-to/text.md#ask-a-model",
             )
 
@@ -363,7 +351,7 @@ class Release:
         Other outputs cannot be certified.
         """
         if (why := self.description.data.single_label_error(str(self.path))) is not None:
-            raise UserError(f"{why}; take `dpdist predict`, or call its `model`")
+            raise UserError(f"{why}; use `dpdist predict`, or call its `model`")
 
     def certificate_settings(
         self, sigma: float | None = None, n: int = 10_000, alpha: float = 0.001
@@ -373,7 +361,7 @@ class Release:
         Args:
             sigma: standard deviation of the noise on the input, in input units; None: the release's
                 own, or none if the model's own noise certifies.
-            n: draws for each input.
+            n: noise samples per input.
             alpha: error probability of each certificate.
 
         Returns:
@@ -398,12 +386,12 @@ class Release:
     ) -> Answerer:
         """Return an answerer, a callable from one image to its class and certified radius.
 
-        The noise is fresh and secret.
+        Each answer uses fresh, secret noise.
 
         Args:
             sigma: standard deviation of the noise on the input, in input units; None: the release's
                 own, or none if the model's own noise certifies.
-            n: draws for each image.
+            n: noise samples per image.
             alpha: error probability of each certificate.
 
         Returns:
@@ -420,19 +408,19 @@ class Release:
 
 
 def _format_names(names: Sequence[str]) -> str:
-    more = f", ... ({len(names):,} in all)" if len(names) > 10 else ""
+    more = f", ... ({len(names):,} in total)" if len(names) > 10 else ""
     return ", ".join(names[:10]) + more
 
 
 def refuse_fields(spec: ModelSpec, path: Path) -> None:
-    """Raise UserError for a model of several fields, which no file or image holds."""
+    """Raise UserError for a model of several fields, which files and images cannot contain."""
     if not spec.signature:
         return
     signature = Signature.parse(spec.signature, str(path))
     call = ", ".join(f"{name!r}: ..." for name in signature.fields)
     raise UserError(
-        f"{path}: reads {signature}, which have no certificate and are in no file: release it, and "
-        f"call dpdist.load(folder).predict({{{call}}})",
+        f"{path}: reads {signature}, which cannot be certified or read from files: release it, "
+        f"and call dpdist.load(folder).predict({{{call}}})",
         see="how-to/releases.md#a-model-of-several-inputs",
     )
 
@@ -470,8 +458,8 @@ def load(
         raise UserError(f"{path}: no such folder")
     if not is_release(path):
         inside = path / "release"
-        other = f"take {inside}" if is_release(inside) else "`dpdist release RUN` makes one"
-        raise UserError(f"{path}: no release there ({other})")
+        cure = f"use {inside}" if is_release(inside) else "write one with `dpdist release RUN`"
+        raise UserError(f"{path}: is not a release; {cure}")
     sums = verify_checksums(path)
     if signer is not None:
         verify_signature(path, validate_path(signer))
@@ -480,54 +468,48 @@ def load(
         card = read_json(path / PRIVACY_CARD)
         plan = parse_card_plan(card, str(path / PRIVACY_CARD))
         if card["guarantee"]["delta"] != plan.delta:
-            raise UserError(f"{path / PRIVACY_CARD}: states a delta that is not that of its phases")
+            raise UserError(f"{path / PRIVACY_CARD}: delta: must be that of its phases")
         _check_card_matches_description(card, about, path)
         if (tables := len(list_table_names(sums))) != len(about.certified):
             raise UserError(
-                f"{path}: has {tables} tables of certificates, {DESCRIPTION} names "
-                f"{len(about.certified)}"
+                f"{path}: must contain the {len(about.certified)} tables of certificates in "
+                f"{DESCRIPTION}, got {tables}"
             )
         wanted = set() if about.text is None else about.text.files
-        if (there := {WORDS, TOKENIZER, SETTINGS} & sums.keys()) != wanted:
+        wanted |= set() if about.base is None else set(ADAPTER_FILES)
+        optional = {WORDS, TOKENIZER, SETTINGS, *ADAPTER_FILES} & sums.keys()
+        if optional != wanted:
+            expected, got = (", ".join(sorted(names)) or "none" for names in (wanted, optional))
             raise UserError(
-                f"{path}: must hold {', '.join(sorted(wanted)) or 'no tokenizer'} as {DESCRIPTION} "
-                f"says, got {', '.join(sorted(there)) or 'none'}"
-            )
-        adapter = set(_ADAPTER) & sums.keys()
-        if adapter != (set() if about.base is None else set(_ADAPTER)):
-            raise UserError(
-                f"{path}: must hold {'no adapter' if about.base is None else ', '.join(_ADAPTER)} "
-                f"as {DESCRIPTION} says, got {', '.join(sorted(adapter)) or 'none'}"
+                f"{path}: must contain the optional files in {DESCRIPTION} ({expected}), got {got}"
             )
         if about.base is not None and read_base(path) != about.base:
-            raise UserError(f"{path / BASE}: names another base than {DESCRIPTION}")
+            raise UserError(f"{path / BASE}: must be the base in {DESCRIPTION}")
     return Release(path, about, card, plan, sums, trusted_factory)
 
 
 def _check_card_matches_description(
     card: dict[str, Any], description: ReleaseDescription, path: Path
 ) -> None:
-    """Check that the privacy card describes the model that release.json describes."""
-    elsewhere = no_epsilon(card) is not None
-    extra, trained_on = card["extra"], UNKNOWN_DATA if elsewhere else description.data.name
-    same = {
-        "model hash": (extra.get("model hash", description.model), description.model),
-        "method": (extra.get("method"), description.method),
-        "training data": (extra.get("training data"), trained_on),
-        "dpdist": (extra.get("dpdist"), description.dpdist),
+    """Raise UserError unless the privacy card is that of the model in release.json."""
+    described = {
+        "model hash": description.model,
+        "method": description.method,
+        "training data": UNKNOWN_DATA if no_epsilon(card) is not None else description.data.name,
+        "dpdist": description.dpdist,
     }
-    for name, (stated, described) in same.items():
-        if stated != described:
-            what = "model" if name == "model hash" else name
+    extra = {"model hash": description.model, **card["extra"]}
+    for name, value in described.items():
+        if extra.get(name) != value:
             raise UserError(
-                f"{path / PRIVACY_CARD}: speaks of another {what} than {DESCRIPTION} "
-                f"({quoted(stated)}, {quoted(described)})"
+                f"{path / PRIVACY_CARD}: {name}: must be {quoted(value)}, as in {DESCRIPTION}, got "
+                f"{quoted(extra.get(name))}"
             )
 
 
 @contextmanager
 def as_release_errors() -> Iterator[None]:
-    """Turn every UserError inside into a ReleaseError of one line."""
+    """Raise every UserError inside as a ReleaseError of one line."""
     try:
         yield
     except UserError as error:

@@ -25,15 +25,9 @@ from dpdist.core.fields import (
     SingleLine,
     validation_message,
 )
-from dpdist.core.files import (
-    quoted,
-    read_json,
-)
+from dpdist.core.files import quoted, read_json
 from dpdist.core.result_rows import accuracy_rows, certified_row
-from dpdist.privacy.card import (
-    bounding_guarantee,
-    no_epsilon,
-)
+from dpdist.privacy.card import bounding_guarantee, no_epsilon
 from dpdist.privacy.guarantee import privacy_row
 
 if TYPE_CHECKING:
@@ -44,7 +38,7 @@ if TYPE_CHECKING:
 from dpdist.release.files import BASE, SETTINGS, TOKENIZER, WORDS
 
 FORMAT = 2
-# Of settings, what a reader takes from no publisher: noise that was known, inputs that were chosen.
+# Settings that a reader must choose: a publisher could choose noise or inputs in its favor.
 PER_CERTIFICATION_FIELDS = {"seed", "start", "every", "max_inputs", "batch", "backend"}
 
 Ratio = Annotated[float, RejectBool, Field(ge=0, le=1)]
@@ -53,10 +47,10 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
 class CleanAccuracy(Section):
-    """Clean accuracy on named test data: the publisher's word.
+    """Clean accuracy on named test data, as the publisher states it.
 
-    perplexity, next_tokens: of documents, over so many tokens; only where they were measured.
-    base_perplexity: of the public base without its adapters, on the same tokens.
+    perplexity: that of documents, over `next_tokens` tokens; None if not measured.
+    base_perplexity: that of the public base without its adapters, on the same tokens.
     """
 
     data: SingleLine
@@ -68,14 +62,12 @@ class CleanAccuracy(Section):
 
 
 class CertifiedAccuracy(Section):
-    """Certified accuracy of one certification of test data, as its table states it.
+    """Certified accuracy of one table of certificates (`certified_accuracy_record`).
 
-    See `certified_accuracy_record`.
-
-    accuracy: the share of `inputs` that are right and certified at each of `radii`, in input units
-    of `norm`. alpha: the error of each certificate. sigma: of its noise. measured: clean accuracy
-    and range of these inputs, as the table states them. population: what the table
-    states of the population that the inputs were drawn from. doubts: what is odd about all of it.
+    accuracy: the fraction of `inputs` that are correct and certified at each of `radii`, in input
+    units of `norm`. alpha: the error of each certificate. sigma: standard deviation of the noise.
+    measured: clean accuracy and range of these inputs. population: bounds for the population that
+    the inputs were sampled from. doubts: warnings.
     """
 
     title: SingleLine
@@ -93,7 +85,7 @@ class CertifiedAccuracy(Section):
     @model_validator(mode="after")
     def _check_accuracies(self) -> CertifiedAccuracy:
         if len(self.accuracy) != len(self.radii):
-            raise ValueError(f"accuracy must be one for each of {len(self.radii)} radii")
+            raise ValueError(f"accuracy: must have {len(self.radii)} values, one per radius")
         return self
 
 
@@ -123,29 +115,28 @@ def certified_accuracy_record(table: CertificateTable) -> dict[str, Any]:
 
 
 def release_rows(about: ReleaseDescription, card: Mapping[str, Any]) -> list[Row]:
-    """Return the rows of a release, by its description and privacy card alone.
+    """Return the rows of a release, from only its description and privacy card.
 
-    The model card shows them, and `print(release)`; what is doubtful is first.
+    The model card and `print(release)` show them; warnings are first.
     """
-    doubtful = dict.fromkeys(text for table in about.certified for text in table.doubts)
-    rows = [Row("verdict", f"{'; '.join(doubtful)}.", brief=True)] if doubtful else []
+    doubts = dict.fromkeys(text for table in about.certified for text in table.doubts)
+    rows = [Row("verdict", f"{'; '.join(doubts)}.", brief=True)] if doubts else []
     bound, own = bounding_guarantee(card), card["guarantee"]
     why = no_epsilon(card)
     if why is None and not card["private"]:
-        why = "NOT PRIVATE: the privacy card says why"
-    apart = bound is own
+        why = "NOT PRIVATE: see the privacy card"
     stated = {
         **own,
         "epsilon": bound["epsilon"],
         "delta": bound["delta"],
         "relation": card["relation"],
         "source": card["accountant"],
-        "assumptions": card["assumptions"] if apart else (),
+        "assumptions": card["assumptions"] if bound is own else (),
     }
     privacy = privacy_row(stated, why)
-    if not apart:
-        beside = f"{privacy.beside}, with all else that was released of these records"
-        privacy = privacy._replace(beside=beside)
+    if bound is not own:
+        total = f"{privacy.beside}, for all releases of these records together"
+        privacy = privacy._replace(beside=total)
     rows.append(privacy)
     if (tested := about.tested) is not None:
         rows += accuracy_rows(
@@ -160,12 +151,10 @@ def release_rows(about: ReleaseDescription, card: Mapping[str, Any]) -> list[Row
         shares = zip(table.radii, table.accuracy, strict=True)
         title = table.title if len(about.certified) > 1 else ""
         name, _, bounds = table.population.partition(": ")
-        draws = (
-            f"{table.inputs:,} inputs, at most {table.draws:,} draws, alpha {table.alpha:g} each"
-        )
+        samples = f"at most {table.draws:,} samples, alpha {table.alpha:g} each"
         rows += [
             certified_row(shares, table.norm, table.sigma, title),
-            Row("certified by", draws),
+            Row("certified by", f"{table.inputs:,} inputs, {samples}"),
             Row("measured", table.measured),
             Row(name, bounds),
         ]
@@ -175,12 +164,13 @@ def release_rows(about: ReleaseDescription, card: Mapping[str, Any]) -> list[Row
 
 
 class ReleasedText(Section):
-    """Settings that make tokens of a text.
+    """The settings that turn a text into tokens.
 
-    length: tokens that the model reads. tokens: what they are; of words, the first `words` lines of
-    words.txt; of a tokenizer, those of tokenizer.json. predict: the label of a text, or what comes
-    after it. settings: tokenizer_config.json lies beside it. chat: the documents of the training
-    were shown by its chat template. bos_eos: its begin and end of a text stand around documents.
+    length: the number of tokens that the model reads. tokens: bytes, the first `words` lines of
+    words.txt, or those of tokenizer.json. predict: the label of a text, or its next token.
+    settings: whether the release has a tokenizer_config.json. chat: whether the training documents
+    were formatted by its chat template. bos_eos: whether documents were enclosed in its tokens for
+    begin and end.
     """
 
     length: Annotated[int, RejectBool, Field(ge=4, le=2**16)]
@@ -194,47 +184,47 @@ class ReleasedText(Section):
     @model_validator(mode="after")
     def _check_words(self) -> ReleasedText:
         if (self.words is None) == (self.tokens == "words"):
-            raise ValueError("words must be given with tokens: words, and only then")
+            raise ValueError("words: must be given if and only if tokens is words")
         return self
 
     @property
     def file(self) -> str | None:
-        """Return the name of the file that makes the tokens; None where they are bytes."""
+        """Return the name of the tokenizer's file; None if tokens are bytes."""
         return {"words": WORDS, "tokenizer": TOKENIZER}.get(self.tokens)
 
     @property
     def files(self) -> set[str]:
-        """Return the names of all files that lie in the release for its tokens."""
+        """Return the names of all files of the tokenizer."""
         return ({self.file} - {None}) | ({SETTINGS} if self.settings else set())  # type: ignore[return-value]
 
 
 class ReleasedPictures(Section):
-    """How a picture becomes an input of the model, as the test inputs of its run did.
+    """How an image of any size becomes an input of the model, as the test inputs of its run did.
 
-    resize: what the shorter side of every picture becomes, before the center is cropped; None: the
-    larger side of the input, of pictures that have another size.
+    resize: the shorter side of every image before its center is cropped, in pixels; None resizes
+    only images of a different size than the input, to the input's larger side.
     """
 
     resize: Count | None
 
     def fit(self, pixels: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
-        """Return a picture (C, H, W) uint8 as an input of `size`. Raises ValueError."""
+        """Return an image (C, H, W) uint8 as an input of `size`. Raises ValueError."""
         from dpdist.data.test_inputs import fit_picture
 
         return fit_picture(pixels, size, self.resize)
 
     def describe(self, size: tuple[int, ...]) -> str:
-        """Return what is done to a picture, in words."""
+        """Return a description of the resizing."""
         side = max(size[1:]) if self.resize is None else self.resize
         which = "of other sizes " if self.resize is None else ""
         return (
-            f"pictures {which}have their shorter side resized to {side} (bilinear) and their "
-            f"center cropped, {size[1]} x {size[2]}"
+            f"images {which}are resized (shorter side {side}, bilinear) and center-cropped to "
+            f"{size[1]} x {size[2]}"
         )
 
 
 class ReleasedBase(Section):
-    """The base that an adapter was trained in: public name, digest of its weights, their type."""
+    """The base of an adapter: public name, digest of its weights, and their data type."""
 
     name: SingleLine
     digest: Digest
@@ -242,26 +232,25 @@ class ReleasedBase(Section):
 
 
 def read_base(folder: Path) -> ReleasedBase:
-    """Return the base that the adapter in a folder belongs to. Raises UserError."""
+    """Return the base of the adapter in a folder. Raises UserError."""
     try:
         return ReleasedBase.model_validate(read_json(folder / BASE))
     except ValidationError as error:
-        raise UserError(f"{folder / BASE}: damaged: must name a base and its digest") from error
+        raise UserError(f"{folder / BASE}: is damaged: must have name, digest and dtype") from error
 
 
 class ReleaseDescription(Section):
     """The content of release.json.
 
     model: hash of weights and architecture. tokens: whether inputs are tokens of text. classes:
-    their names, in the order of the logits; () of a language model. vocabulary: how many tokens a
-    language model tells; None of other models. noise: where the model is random by itself
-    (`NoiseLocation.describe`). certificate: the settings it is meant to be certified with; None
-    where nothing was certified. data: of the test split; where it lies is everybody's own.
-    license: an SPDX identifier; None where the publisher gave none. certified: of each table, in
-        their order. text: how tokens are made of texts. pictures: how pictures of other sizes
-    become inputs; None: they must have the size of the input. raw_inputs: inputs are numbers as a
-    script had them, of no declared range; written only where it is so. base: of the adapter that
-    lies beside the whole model; written only where there is one.
+    their names, in the order of the logits; () for a language model. vocabulary: the number of
+    tokens of a language model; None for other models. noise: where the model itself is random
+    (`NoiseLocation.describe`). certificate: the settings to certify it with; None if nothing was
+    certified. data: the test split, without its location. license: an SPDX identifier; None if the
+    publisher gave none. certified: one entry per table. text: how texts become tokens. pictures:
+    how images of other sizes become inputs; None if they must have the size of the input.
+    raw_inputs: whether inputs are scaled as in a script's training, without a declared range. base:
+    that of the adapter next to the whole model; None without one.
     """
 
     format: Literal[2]
@@ -285,30 +274,30 @@ class ReleaseDescription(Section):
 
     @property
     def outputs(self) -> int:
-        """How many classes or next tokens the model tells."""
+        """Return the number of the model's classes or tokens."""
         return self.vocabulary or len(self.classes)
 
     @model_validator(mode="after")
     def _check_consistency(self) -> ReleaseDescription:
         if self.tokens != (self.text is not None):
-            raise ValueError("text must be given where inputs are tokens, and only there")
+            raise ValueError("text: must be given if and only if inputs are tokens")
         if self.data.root is not None:
-            raise ValueError("data.root must be left out: it is a place of the reader's")
+            raise ValueError("data.root: must be left out: the reader chooses it")
         language = self.text is not None and self.text.predict == "next"
         if language != (self.vocabulary is not None):
-            raise ValueError("vocabulary must be given where text.predict is next, and only there")
+            raise ValueError("vocabulary: must be given if and only if text.predict is next")
         if language and (self.classes or self.vocabulary != self.data.classes):
-            raise ValueError("vocabulary must be that of data, without classes")
+            raise ValueError("vocabulary: must be data.classes, without classes")
         if not language and list(self.classes) != self.data.class_names:
-            raise ValueError("classes must be those that data names")
-        of_one = self.certificate and self.certificate.model_fields_set & PER_CERTIFICATION_FIELDS
-        if of_one:
-            raise ValueError(f"certificate.{min(of_one)} must be left out: the reader chooses it")
+            raise ValueError("classes: must be those of data")
+        certificate = self.certificate
+        if chosen := certificate and certificate.model_fields_set & PER_CERTIFICATION_FIELDS:
+            raise ValueError(f"certificate.{min(chosen)}: must be left out: the reader chooses it")
         return self
 
 
 def text_column(text: ReleasedText, folder: Path) -> TextColumn:
-    """Return how a release in `folder` makes tokens of texts."""
+    """Return the column that turns texts into tokens, with the tokenizer in a release's folder."""
     from dpdist.data.text import TextColumn, WordList
 
     return TextColumn(
@@ -327,15 +316,15 @@ def parse_description(record: dict[str, Any], context: str) -> ReleaseDescriptio
     """
     if (version := record.get("format")) != FORMAT:
         raise UserError(
-            f"{context}: format must be {FORMAT}, got {quoted(version)}; read it with the version "
+            f"{context}: format: must be {FORMAT}, got {quoted(version)}; read it with the version "
             "of dpdist that wrote it"
         )
     try:
         return ReleaseDescription.model_validate(record)
     except ValidationError as error:
-        said = []
-        for item in error.errors():
+        lines = []
+        for item in error.errors()[:3]:
             key = ".".join(str(part) for part in item["loc"])
             got = "" if isinstance(item["input"], dict) else f", got {quoted(item['input'])}"
-            said.append(f"{key and key + ': '}{validation_message(item)}{got}")
-        raise UserError(f"{context}: damaged: {'; '.join(said[:3])}") from None
+            lines.append(f"{key and key + ': '}{validation_message(item)}{got}")
+        raise UserError(f"{context}: is damaged: {'; '.join(lines)}") from None

@@ -1,7 +1,7 @@
-"""Sample texts from a released model of next tokens, and write them beside its privacy card.
+"""Sample texts from a released language model, and write them with its privacy card.
 
-What is sampled follows from the released weights, a prompt and fresh random numbers alone, so it is
-post-processing: any number of texts costs no more privacy than the release.
+The texts depend only on the released weights, a prompt and random numbers, so they are
+post-processing: any number of texts adds nothing to epsilon.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ TEXTS, ABOUT, PAGE = "texts.jsonl", "generated.json", "README.md"
 
 
 class Sampling(Section):
-    """State how texts are sampled.
+    """The settings of sampling.
 
     Attributes:
-        count: texts for each prompt.
-        max_tokens: most tokens behind a prompt; the model's own length bounds both together.
-        temperature: divides the scores; 0 takes the most probable token.
-        seed: of the random numbers; who knows it can sample the same texts from the same release.
+        count: number of texts per prompt.
+        max_tokens: most tokens after a prompt; the length of the model limits prompt and text.
+        temperature: divisor of the scores; 0 takes the most probable token.
+        seed: seed of the random numbers; with it, the same texts can be sampled again.
     """
 
     count: Count
@@ -51,19 +51,17 @@ class Sampling(Section):
 
 
 class TokenDecoder:
-    """Tell texts of tokens, and where a document ends.
+    """Turn tokens into texts.
 
     Args:
-        column: makes tokens of texts.
+        column: turns texts into tokens.
 
     Attributes:
-        ends: the tokens that end a document; none where the tokenizer says of none.
-        never: tokens that are no text: the begin, and words that are on no list.
+        never: tokens that are not text: the begin, and unknown words.
     """
 
     def __init__(self, column: TextColumn) -> None:
         self._column = column
-        self.ends = column.ends
         self.never: tuple[int, ...] = (BEGIN,)
         self._tokenizer = None
         if column.words is not None:
@@ -75,7 +73,7 @@ class TokenDecoder:
             self.never = ()
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens; words stand apart by a space each."""
+        """Return the text of tokens; words are separated by spaces."""
         if self._tokenizer is not None:
             return str(self._tokenizer.decode(list(tokens)))
         if self._column.words is not None:
@@ -87,23 +85,24 @@ Prompt = str | Sequence[Mapping[str, Any]]
 
 
 def parse_prompts(text: str, where: Path) -> list[Prompt]:
-    """Return the prompts of a file: a text a line, or of a .jsonl file a value a line.
+    """Return the prompts of a file: one text per line, or one JSON value per line of a .jsonl file.
 
     A value is a text, or a conversation: a list of messages, each with a role and a content, or an
     object with this list under "messages".
 
     Raises:
-        UserError: a line is no such value, or there is none.
+        UserError: a line is not such a value, or there are no lines.
     """
     from dpdist.data.text import messages_of
 
-    # Of the ends of lines that Python knows, only these are those of a file.
-    lines = re.split("\r?\n", text)
+    lines = re.split("\r?\n", text)  # and not at the other line ends of `splitlines`
     lines = lines if lines[-1] else lines[:-1]
     if not lines:
-        raise UserError(f"FILE: must have a prompt a line, got none in {where}")
+        raise UserError(f"FILE: must have one prompt per line, got none in {where}")
     if where.suffix == ".json":
-        raise UserError(f"FILE: must be a text or a .jsonl file, got {where}: a value a line")
+        raise UserError(
+            f"FILE: must be a text or a .jsonl file, got {where}: write one value per line"
+        )
     if where.suffix != ".jsonl":
         return list(lines)
     found: list[Prompt] = []
@@ -121,47 +120,47 @@ def parse_prompts(text: str, where: Path) -> list[Prompt]:
 
 
 def sample_texts(answerer: TextAnswerer, prompt: Prompt, sampling: Sampling) -> Iterator[str]:
-    """Yield texts that a model says after a prompt, without the prompt.
+    """Yield sampled continuations of a prompt, without the prompt.
 
     Args:
-        answerer: of a model of next tokens.
-        prompt: the beginning of each text; "" where the model begins by itself. A list of messages
-            is shown by the chat template, and the assistant goes on.
-        sampling: how many, how long and how random.
+        answerer: answers with a language model.
+        prompt: the beginning of each text; may be "" if the tokenizer can start a text. A list of
+            messages is formatted by the chat template, and the assistant's answer is sampled.
+        sampling: number, length and randomness of the texts.
 
     Raises:
-        UserError: the model tells labels, the prompt does not fit, or scores are not finite.
+        UserError: it is not a language model, the prompt is too long, or scores are not finite.
     """
     import torch
 
     column = answerer.column
-    begun = _prompt_tokens(column, prompt)
+    start = _prompt_tokens(column, prompt)
     decoder = TokenDecoder(column)
     generator = torch.Generator().manual_seed(sampling.seed)
     for _ in range(sampling.count):
-        found: list[int] = []
-        while len(found) < sampling.max_tokens and len(begun) + len(found) < column.length:
-            scores = answerer.next_scores(np.concatenate([begun, np.array(found, dtype=np.int64)]))
+        tokens: list[int] = []
+        while len(tokens) < sampling.max_tokens and len(start) + len(tokens) < column.length:
+            scores = answerer.next_scores(np.concatenate([start, np.array(tokens, dtype=np.int64)]))
             scores = scores[: column.vocabulary_size].clone()
             scores[list(decoder.never)] = float("-inf")
             token = _draw(scores, sampling.temperature, generator)
-            if token in decoder.ends:
+            if token in column.ends:
                 break
-            found.append(token)
-        yield decoder.decode(found)
+            tokens.append(token)
+        yield decoder.decode(tokens)
 
 
 def _prompt_tokens(column: TextColumn, prompt: Prompt) -> np.ndarray:
     """Return the tokens of a prompt that leave room for one more. Raises as `sample_texts`."""
     if not column.predicts_next_token:
-        raise UserError("--to: must have a model of next tokens, got one that tells labels")
+        raise UserError("--to: must be given a language model, got a model of labels")
     if isinstance(prompt, str):
         return column.tokenize_beginning(prompt, room=1)
     return column.tokenize_chat(prompt, room=1)
 
 
 def _check_prompts(column: TextColumn, prompts: Sequence[Prompt]) -> None:
-    """Raise UserError with the line of a prompt that cannot be continued."""
+    """Raise UserError with the line of the first prompt that cannot be continued."""
     for number, prompt in enumerate(prompts, 1):
         try:
             _prompt_tokens(column, prompt)
@@ -174,31 +173,32 @@ def _check_prompts(column: TextColumn, prompts: Sequence[Prompt]) -> None:
 
 
 def _draw(scores: Tensor, temperature: float, generator: Generator) -> int:
-    """Draw a token by its scores (tokens,). Raises UserError where they are no numbers."""
+    """Return a token sampled by its scores (tokens,). Raises UserError if they are not finite."""
     import torch
 
-    if not bool(scores.max().isfinite()):  # of NaN it is NaN; -inf is no text
+    if not bool(scores.max().isfinite()):  # the maximum is NaN with a NaN, -inf without any text
         raise UserError("sampling: the scores of the next token must be finite; train again")
     if temperature == 0:
         return int(scores.argmax())
-    shares = ((scores - scores.max()) / temperature).softmax(-1)  # 0 or less: no overflow
+    shares = ((scores - scores.max()) / temperature).softmax(-1)  # at most 0: no overflow
     return int(torch.multinomial(shares, 1, generator=generator))
 
 
 _PAGE = """# Synthetic texts of {name}
 
-{count:,} texts in {texts}, sampled by dpdist {version} from a released model. The privacy card of
-the model is beside them ({card}), and what it proves holds for these texts too, whatever their
-number: they are post-processing of the release.
+{count:,} texts in {texts}, sampled by dpdist {version} from a released model. The model's privacy
+card ({card}) applies to any number of these texts too, since they are post-processing of the
+release.
 
-{private}What the card does **not** promise:
+{private}The card does **not** guarantee:
 
-* that no text, name or number of a training record appears. Epsilon bounds how much one unit of the
-  card ({unit}) changes what may be sampled; what many records say, the model may say, too.
-* anything of the prompts, which are printed as given, and were read by no mechanism. Prompts made
-  from private records need a guarantee of their own.
-* anything of public weights that the model began with: they may repeat what they were trained on.
-* that the texts are true, harmless or like the training records. No figure of them was measured.
+* that no text, name or number of a training record appears. Epsilon limits how much one unit of the
+  card ({unit}) changes the distribution of the texts; the model may repeat what is in many records.
+* anything about the prompts, which are printed as given. Prompts from private records need their
+  own guarantee.
+* anything about the public weights that the training started from: they may repeat their own
+  training data.
+* that the texts are true, harmless or like the training records. Their quality was not measured.
 """
 _NOT_PRIVATE = "**The model is NOT private, and neither are these texts.**\n\n"
 
@@ -206,14 +206,14 @@ _NOT_PRIVATE = "**The model is NOT private, and neither are these texts.**\n\n"
 def write_texts(
     release: Release, prompts: Sequence[Prompt], sampling: Sampling, folder: Path
 ) -> Path:
-    """Write sampled texts into a new folder, with the release's card and what it does not promise.
+    """Write sampled texts into a new folder, with the release's card and a page about its limits.
 
-    Guarantee: post-processing of the release; the folder holds no more of private records than it.
+    Guarantee: post-processing of the release; the texts add nothing to its epsilon.
 
     Args:
-        release: of a model of next tokens.
+        release: the release of a language model.
         prompts: one or more; `sampling.count` texts are sampled for each.
-        sampling: how they are sampled; prompt number k is sampled with seed + k.
+        sampling: the settings; prompt number k is sampled with seed + k.
         folder: a new folder: texts.jsonl, generated.json, the privacy card, and a page.
 
     Returns:
@@ -223,34 +223,42 @@ def write_texts(
         UserError: the folder exists, or as `sample_texts`; nothing is written then.
     """
     if folder.exists() or folder.is_symlink():
-        raise UserError(f"--to: must be a new folder, got {folder}: name another one")
+        raise UserError(f"--to: must be a new folder, got {folder}: choose a different one")
     if folder.resolve().is_relative_to(release.path.resolve()):
         raise UserError(
-            f"--to: must be outside of the release, got {folder}: it holds what its checksums "
-            "name, and would not be read any more; name another one"
+            f"--to: must be outside of the release, got {folder}: additional files would make the "
+            "release invalid; choose a different folder"
         )
     answerer = release.text_answerer
     _check_prompts(answerer.column, prompts)
     rows = [
         {"prompt": prompt, "text": text}
-        for place, prompt in enumerate(prompts)
-        # each prompt has random numbers of its own
+        for number, prompt in enumerate(prompts)
         for text in sample_texts(
             answerer,
             prompt,
-            sampling.model_copy(update={"seed": (sampling.seed + place) % 2**63}),
+            sampling.model_copy(update={"seed": (sampling.seed + number) % 2**63}),
         )
     ]
     about = {
-        "dpdist": __version__, "release": release.name, "model": release.description.model,
-        "texts": len(rows), "n": sampling.count, "tokens": sampling.max_tokens,
-        "temperature": sampling.temperature, "seed": sampling.seed,
-    }  # fmt: skip
+        "dpdist": __version__,
+        "release": release.name,
+        "model": release.description.model,
+        "texts": len(rows),
+        "n": sampling.count,
+        "tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "seed": sampling.seed,
+    }
     page = _PAGE.format(
-        name=release.name, count=len(rows), texts=TEXTS, version=__version__,
-        card=PRIVACY_CARD_TEXT, unit=release.card["unit"],
+        name=release.name,
+        count=len(rows),
+        texts=TEXTS,
+        version=__version__,
+        card=PRIVACY_CARD_TEXT,
+        unit=release.card["unit"],
         private="" if release.card["private"] else _NOT_PRIVATE,
-    )  # fmt: skip
+    )
     with atomic_folder(folder) as aside:
         aside.mkdir()
         lines = [json.dumps(row, ensure_ascii=False) for row in rows]

@@ -1,7 +1,7 @@
-"""The model card of a release: README.md, with the metadata block that model hubs read.
+"""Render the model card of a release: README.md, with the metadata block that model hubs read.
 
-It is a function of release.json, the privacy card and the shape of the inputs, and of nothing else:
-so it tells nothing that these do not, and can be made again and compared.
+It depends only on release.json, the privacy card and the model's description, so `dpdist verify`
+can render it again and compare.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TAGS = ["differential-privacy", "certified-robustness", "safetensors"]
 
 
 def model_card(description: ReleaseDescription, card: Mapping[str, Any], spec: ModelSpec) -> str:
-    """Markdown, behind a block of YAML."""
+    """Return the model card, Markdown with a block of YAML at its top."""
     template = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True
     ).from_string((files("dpdist.release") / "model-card.md").read_text())
@@ -70,8 +70,8 @@ def model_card(description: ReleaseDescription, card: Mapping[str, Any], spec: M
 def _model_kind(spec: ModelSpec) -> str:
     if spec.following:
         return "predictor of the next token"
-    found = describe_averaging("classifier", spec.shifts, spec.mirrored)
-    return f"{found}," if spec.averages_views else found
+    kind = describe_averaging("classifier", spec.shifts, spec.mirrored)
+    return f"{kind}," if spec.averages_views else kind
 
 
 def _metadata(
@@ -116,4 +116,4 @@ def _metric(kind: str, name: str, share: float) -> dict[str, Any]:
 def _format_classes(classes: tuple[str, ...]) -> str:
     if len(classes) <= 20:
         return ", ".join(classes)
-    return f"{', '.join(classes[:10])}, ... ({len(classes)} in all, in `{DESCRIPTION}`)"
+    return f"{', '.join(classes[:10])}, ... ({len(classes)} in total, in `{DESCRIPTION}`)"

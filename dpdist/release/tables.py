@@ -1,14 +1,13 @@
-"""Tables of certificates in a release, held against its model and against each other.
+"""Check the tables of certificates in a release against its model.
 
-Every radius is computed again from its counts by the reader of tables
-(`dpdist.certification.table_reader`). That cannot show that the counts were drawn: `redraw_counts`
-executes inputs again, by the noise that the table names.
+The reader of tables (`dpdist.certification.table_reader`) recomputes every radius from its counts.
+That cannot show that the counts were sampled, so `redraw_counts` samples them again for some inputs
+with the table's noise.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,18 +30,17 @@ if TYPE_CHECKING:
     from dpdist.certification.subject import NamedDatasetLike, Subject
     from dpdist.models import ModelSpec
 
-_FORMAT = 2  # of what a table says of itself
-_MAX_VALUES = 2**27  # in one table: a small file may name more than any memory holds
-# Of counts, what rounding on another machine may change, and no more.
-_ROUNDING_TOLERANCE = 1e-4
-_MODEL_PROPERTIES = {"hidden", "sensitivity"}  # of the model, as its place's identity says it
+_FORMAT = 2  # of a table's record
+_MAX_VALUES = 2**27  # in one table: a small file may expand to more than the memory
+_ROUNDING_TOLERANCE = 1e-4  # fraction of counts that rounding on a different machine may change
+_MODEL_PROPERTIES = {"hidden", "sensitivity"}
 _NON_COUNT_COLUMNS = {"index", "prediction", "n0", "cap"}
-_DERIVED_COLUMNS = ("prediction", "radius")  # by the counts, and what is not kept of the draws
-_FLOAT_TOLERANCE = 1e-9  # what other machines may round otherwise
+_DERIVED_COLUMNS = ("prediction", "radius")
+_FLOAT_TOLERANCE = 1e-9  # for rounding on a different machine
 
 
 class TableRecord(FileShape):
-    """Hold the job that made a table, whose counts `redraw_counts` draws again.
+    """The job that wrote a table, as `redraw_counts` needs it.
 
     Attributes:
         format: Format of the job's folder.
@@ -54,8 +52,8 @@ class TableRecord(FileShape):
         settings: Settings of the certificate.
         classifier: The classifier that was executed.
         input_shape: Sizes of one input.
-        input_range: Least and largest number in the inputs.
-        clean_wrong: Positions of inputs that are answered incorrectly without smoothing noise.
+        input_range: Smallest and largest number in the inputs.
+        clean_wrong: Positions of inputs that are classified incorrectly without smoothing noise.
     """
 
     format: int
@@ -72,21 +70,21 @@ class TableRecord(FileShape):
 
 
 def read_table(path: Path) -> CertificateTable:
-    """Read a release's table: every row follows from its counts, and no chosen input is missing.
+    """Return a release's table, in which each row follows from its counts and no input is missing.
 
     Raises:
-        UserError: it is damaged, incomplete, or larger than any memory.
+        UserError: it is damaged, incomplete, or too large.
     """
     values = count_values(open_parquet(path))
     if values > _MAX_VALUES:
-        raise UserError(f"{path}: holds {values:,} values, at most {_MAX_VALUES:,} are read")
+        raise UserError(f"{path}: must have at most {_MAX_VALUES:,} values, got {values:,}")
     return table_reader.read(path)
 
 
 def check_table(
     table: CertificateTable, model_digest: str, model: nn.Module, spec: ModelSpec
 ) -> None:
-    """Check that a table says how it was made, and that it was made with this model.
+    """Check that a table has the record of its job, and that the job used this model.
 
     Args:
         table: the table.
@@ -95,26 +93,22 @@ def check_table(
         spec: its architecture.
 
     Raises:
-        UserError: the table does not say what `redraw_counts` needs, is of another model or of
-            other
-            classes, or states another noise or sensitivity than the model has.
+        UserError: the record is incomplete, or the table has a different model, classes, noise or
+            sensitivity.
     """
     about, where = table.job_record, table.path
     from dpdist.certification.inference import read_classifier_spec
 
     TableRecord.parse(about, str(where))
-    if about["format"] != _FORMAT:
-        raise UserError(f"{where}: damaged: format must be {_FORMAT}, got {about['format']}")
-    if about["model"] != model_digest:
-        raise UserError(f"{where}: of another model than this one")
-    if about["classes"] != spec.classes:
-        raise UserError(f"{where}: of {about['classes']} classes, the model has {spec.classes}")
+    for key, value in (("format", _FORMAT), ("model", model_digest), ("classes", spec.classes)):
+        if about[key] != value:
+            raise UserError(f"{where}: {key}: must be {value}, got {quoted(about[key])}")
     counted = {len(votes) for votes in table.table["histogram"].to_pylist() if votes is not None}
     if counted - {spec.classes}:
-        raise UserError(f"{where}: damaged: counts {max(counted)} classes of {spec.classes}")
+        raise UserError(f"{where}: histogram: must have {spec.classes} classes, got {max(counted)}")
     rows = [int(table.table[name].to_numpy().max()) for name in ("label", "prediction", "selected")]
     if max(rows) >= spec.classes:
-        raise UserError(f"{where}: damaged: names class {max(rows)} of {spec.classes}")
+        raise UserError(f"{where}: classes: must be below {spec.classes}, got {max(rows)}")
     settings, executed = table.read_settings(), read_classifier_spec(table.job_record, table.path)
     executed.check_memory(spec.input_shape, where)
     measured = settings.build_sampler(model, tuple(spec.input_shape)).identity
@@ -122,40 +116,39 @@ def check_table(
         value = measured.get(name)
         if not json_equal(about.get(name), value):
             raise UserError(
-                f"{where}: {name} is not that of the model: it says {quoted(about.get(name))}, "
-                f"computed again {quoted(value)}"
+                f"{where}: {name}: must be that of the model, {quoted(value)}, got "
+                f"{quoted(about.get(name))}"
             )
 
 
 def redraw_counts(
     table: CertificateTable, subject: Subject, data: NamedDatasetLike, num_inputs: int
 ) -> tuple[int, int]:
-    """Count inputs of a table again, by the noise of its seed, and compare.
+    """Sample the counts of some inputs of a table again with the noise of its seed, and compare.
 
-    Which inputs is decided here and now, so that nobody who wrote the table could know. A table
-    with false counts in a share f of its rows passes with probability at most (1 - f)^inputs.
+    The inputs are chosen at random now, so the author of the table cannot know them. A table with
+    false counts in a fraction f of its rows passes with probability at most (1 - f)^inputs.
 
     Args:
         table: the table, as `check_table` left it.
         subject: the released model.
-        data: the test data by whose inputs it was made, brought by the reader.
-        num_inputs: how many to count again; all where the table has fewer.
+        data: the verifier's copy of the test data of the table.
+        num_inputs: the number of inputs, at most that of the table.
 
     Returns:
-        How many inputs were counted again, and how many of them differ by what rounding on
-        another machine explains.
+        The number of inputs that were sampled again, and the number of those that differ within the
+        tolerance for rounding on a different machine.
 
     Raises:
-        ReleaseError: a count is another one, or the table is of other data.
+        ReleaseError: a count differs, or the table has different data.
     """
     about, where = table.job_record, table.path
     if data.fingerprint != about["data"] or len(data.labels) != about["inputs"]:
-        raise ReleaseError(f"{where}: was not made of these data ({data.name}), or not of all")
+        raise ReleaseError(f"{where}: data: must be all of {data.name}, got different data")
     if not np.array_equal(np.asarray(data.labels)[table.index], table.label):
-        raise ReleaseError(f"{where}: its labels are not those of {data.name}")
-    chosen = secrets.SystemRandom().sample(
-        range(len(table.index)), min(num_inputs, len(table.index))
-    )
+        raise ReleaseError(f"{where}: labels: must be those of {data.name}")
+    inputs = len(table.index)
+    chosen = secrets.SystemRandom().sample(range(inputs), min(num_inputs, inputs))
     counter = _InputRecounter(table, subject, data)
     differing = 0
     for row in chosen:
@@ -164,8 +157,8 @@ def redraw_counts(
         most = _ROUNDING_TOLERANCE if counter.hardware_note else 0.0
         if off > most:
             raise ReleaseError(
-                f"{where}: the counts of input {stated['index']} are not those of its noise: "
-                f"{100 * off:.2g} % of the draws fell otherwise{counter.hardware_note}",
+                f"{where}: the counts of input {stated['index']} must be those of the table's "
+                f"noise, {100 * off:.2g} % of the samples differ{counter.hardware_note}",
                 see="how-to/releases.md#what-verify-holds-against-what",
             )
         differing += off > 0
@@ -173,8 +166,10 @@ def redraw_counts(
 
 
 class _InputRecounter:
-    """Counts inputs as those of a table were counted. hardware_note: says where that was, if not on
-    a machine like this one."""
+    """Sample the counts of inputs as the job of a table did.
+
+    hardware_note: the job's machine, if it differs from this one; else "".
+    """
 
     def __init__(self, table: CertificateTable, subject: Subject, data: NamedDatasetLike) -> None:
         import torch
@@ -190,8 +185,8 @@ class _InputRecounter:
         self.hardware_note = ""
         if (executed.machine, executed.torch_version) != (here, torch.__version__):
             self.hardware_note = (
-                f" (counted on {executed.machine} with torch {executed.torch_version}, here on "
-                f"{here} with {torch.__version__}: rounding explains "
+                f" (sampled on {executed.machine} with torch {executed.torch_version}, here on "
+                f"{here} with {torch.__version__}: rounding can change "
                 f"{100 * _ROUNDING_TOLERANCE:g} %)"
             )
         made = build_assignment(subject, data, settings, np.sort(table.index).tolist())
@@ -205,7 +200,7 @@ class _InputRecounter:
             inputs=1,
         )
         self._settings, self._sampler, self._data = settings, assignment.sampler, data
-        # The answers to the check batch are not compared: the counts themselves are.
+        # The counts are compared, so the check batch need not be.
         counter, _ = assignment.sampler.build_counter(
             assignment.on_device(), assignment.executed_spec
         )
@@ -221,26 +216,25 @@ class _InputRecounter:
 
 
 def count_difference(stated: dict[str, Any], redrawn: dict[str, Any], schema: pa.Schema) -> float:
-    """Return the largest share by which the counts of two rows of one input differ; 1 where equal
-    counts certify something else, as a test of scores may whose scores are not kept."""
+    """Return the largest fraction by which the counts of two rows of one input differ.
+
+    It is 1 if equal counts give a different result, as in a test of scores, which are not stored.
+    """
     largest = 0.0
     for field in schema:
         kind = field.type.value_type if pa.types.is_list(field.type) else field.type
         if field.name in _NON_COUNT_COLUMNS or not pa.types.is_integer(kind):
             continue
-        one, other = (np.atleast_1d(_float_array(row[field.name])) for row in (stated, redrawn))
+        values = (row[field.name] for row in (stated, redrawn))
+        one, other = (np.array([] if v is None else v, dtype=np.float64, ndmin=1) for v in values)
         if one.shape != other.shape:
             return 1.0
         apart = float(np.abs(one - other).sum())
         if field.name in ("label", "selected", "looks"):
             apart = float(apart > 0) * max(1.0, float(np.abs(one).sum()))
         largest = max(largest, apart / max(1.0, float(np.abs(one).sum())))
-    same_error = stated["alpha"] == redrawn["alpha"]  # else certified again, at another one
+    same_error = stated["alpha"] == redrawn["alpha"]  # else certified again with a different alpha
     if largest == 0 and same_error:
         near = (abs(stated[name] - redrawn[name]) <= _FLOAT_TOLERANCE for name in _DERIVED_COLUMNS)
         return 0.0 if all(near) else 1.0
     return largest
-
-
-def _float_array(value: int | Sequence[int] | None) -> np.ndarray:
-    return np.asarray([] if value is None else value, dtype=np.float64)

@@ -1,8 +1,6 @@
-"""The report's charts as SVG: certified accuracy, attacks, epsilon against step.
+"""Draw the report's charts as SVG: certified accuracy, attacks, epsilon by step.
 
-matplotlib draws them. In a page that is shown dark, the page's style turns their colors around.
-Lines differ by dashes as well as by color. The grid of attacks shows right, abstained and wrong
-answers against size, beside the certified ones.
+In dark mode, the page's style inverts their colors. Lines differ in dashes as well as in color.
 """
 
 from __future__ import annotations
@@ -32,8 +30,11 @@ _QUIET = "#57606a"
 
 @dataclass(frozen=True)
 class Line:
-    """points: (x, y), x ascending. muted: a line to compare with. is_step: what holds at a point
-    holds all the way before it. fill_down_to: the area down to these heights is filled."""
+    """A line of a chart.
+
+    points: (x, y), x ascending. muted: a line to compare with. is_step: a point's value is also
+    that of all x since the previous point. fill_down_to: the area down to these heights is filled.
+    """
 
     label: str
     points: Sequence[tuple[float, float]]
@@ -45,18 +46,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Axis:
-    """From 0 to `end`; or from `begin` > 0 to `end` by doublings, all equally wide."""
+    """An axis from 0 to `end`."""
 
     title: str
     end: float
-    begin: float | None = None
 
 
 def chart(lines: Sequence[Line], x: Axis, y: Axis, *, description: str, title: str) -> str:
-    """Return an <svg> element, for a page or as a file.
-
-    description: what it shows, for those who do not see it.
-    """
+    """Return an <svg> element, for a page or a file. description: text for screen readers."""
     import matplotlib
 
     from dpdist.reports.figures import COLORS, make_panels, render_figure
@@ -79,26 +76,23 @@ def chart(lines: Sequence[Line], x: Axis, y: Axis, *, description: str, title: s
             markersize=4,
             label=label,
         )
-    if x.begin is not None:
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:g}")
-    axes.set(xlabel=x.title, xlim=(x.begin or 0, x.end), ylabel=y.title, ylim=(y.begin or 0, y.end))
+    axes.set(xlabel=x.title, xlim=(0, x.end), ylabel=y.title, ylim=(0, y.end))
     axes.set_title(textwrap.fill(title, 60), fontsize=10)
     figure.legend(frameon=False, fontsize=8, loc="outside lower center")
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         drawn = render_figure(figure, "svg").decode()
     drawn = drawn[drawn.index("<svg ") + len("<svg ") :]
     drawn = re.sub(r" *<metadata>.*</metadata>\n", "", drawn, flags=re.DOTALL)
-    drawn = re.sub(r'<g id="[^"]+"', "<g", drawn)  # a page has several: no id is there twice
+    drawn = re.sub(r'<g id="[^"]+"', "<g", drawn)  # ids would not be unique in a page
     return f'<svg class="chart" role="img" aria-label="{escape(f"{title}. {description}")}" {drawn}'
 
 
-# --- the grid of attacks ----------------------------------------------------------------------
+# --- the table of attacks ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class TextTable:
-    """A table to show: the header and rows of text, percentages without their sign."""
+    """Header, rows and notes of a table of text, with percentages without their sign."""
 
     header: list[str]
     rows: list[list[str]]
@@ -110,65 +104,59 @@ def attack_outcome_table(
     certificates: Sequence[CertificateTable],
     label_of: Callable[[CertificateTable], str] = attrgetter("name"),
 ) -> TextTable:
-    """Return the outcomes of the inputs, in %, by size and attack.
+    """Return the outcomes of the inputs in %, by size and attack and for all attacks together.
 
-    A row for each size and attack, and one for all attacks.
-
-    Certified columns are of the same model and data, at the least radius that contains the attack's
-    ball, on the inputs that both tables have. label_of: what a certification is called.
+    Columns of certified accuracy are those of the same model and data, at the smallest radius that
+    contains the attack's ball, on the common inputs. label_of: the name of a certification.
     """
-    beside = [
-        (other, np.isin(other.index, table.index))
+    certified = [
+        (other, common)
         for other in certificates
         if _same_model_and_data(table, other)
+        and (common := np.isin(other.index, table.index)).any()
     ]
-    beside = [(other, common) for other, common in beside if common.any()]
     header = [f"{table.norm} size", "attack", "correct", "abstained", "incorrect"]
-    header += [f"certified {label_of(other)}" for other, _ in beside]
+    header += [f"certified {label_of(other)}" for other, _ in certified]
 
-    def certified(size: float) -> list[str]:
+    def certified_at(size: float) -> list[str]:
         shares = []
-        for other, common in beside:
+        for other, common in certified:
             radius = size * norm_equivalence_factor(other.norm, table.norm, table.dimension)
-            shares.append(
-                format_percent(float(np.mean((other.size_if_correct() >= radius)[common])))
-            )
+            held = (other.size_if_correct() >= radius)[common]
+            shares.append(format_percent(float(np.mean(held))))
         return shares
 
-    rows = [["0", NONE, *table.outcome_shares(NONE, 0.0).percent(), *certified(0.0)]]
+    rows = [["0", NONE, *table.outcome_shares(NONE, 0.0).percent(), *certified_at(0.0)]]
     for size in table.sizes:
         done = [name for name in table.attacks if table.has(name, size)]
         found = [(name, table.outcome_shares(name, size)) for name in done]
         if len(done) > 1:
             found.append(("all of them", table.worst(size)))
-        rows += [[format_exact(size), name, *s.percent(), *certified(size)] for name, s in found]
+        columns = certified_at(size)
+        rows += [[format_exact(size), name, *shares.percent(), *columns] for name, shares in found]
     notes = [
-        f"certified {label_of(o)}: {_comparison_note(table, o, int(c.sum()))}" for o, c in beside
+        f"certified {label_of(o)}: {_comparison_note(table, o, int(c.sum()))}" for o, c in certified
     ]
     return TextTable(header, rows, notes)
 
 
 def _same_model_and_data(table: AttackTable, other: CertificateTable) -> bool:
-    """Whether both are of one model and one data set, so that an index names one input."""
-    return (other.job_record.get("model"), other.job_record.get("data")) == (
-        table.model,
-        table.data,
-    )
+    """Return whether both are of the same model and data, so that an index is the same input."""
+    record = other.job_record
+    return (record.get("model"), record.get("data")) == (table.model, table.data)
 
 
 def is_same_classifier(table: AttackTable, other: CertificateTable) -> bool:
-    """Whether the attacked classifier is the certified one: model, data, kind of noise and scale,
-    and whether it answers by votes of draws or by their mean scores.
+    """Return whether the attacked classifier is the certified one.
 
-    Attacks smooth by Gaussian noise, and take a model's own noise, which is part of it.
+    Model, data, noise, and whether the class is chosen by votes or by mean scores must agree.
+    Attacks smooth by Gaussian noise, and keep a model's own noise, which is part of it.
     """
-    if not _same_model_and_data(table, other):
-        return False
-    return _has_same_noise(table, other) and table.predicts_by_vote == other.predicts_by_vote
-
-
-def _has_same_noise(table: AttackTable, other: CertificateTable) -> bool:
-    return table.certificate_noise == other.attack_noise
+    return (
+        _same_model_and_data(table, other)
+        and table.certificate_noise == other.attack_noise
+        and table.predicts_by_vote == other.predicts_by_vote
+    )
 
 
 def _comparison_note(table: AttackTable, other: CertificateTable, common: int) -> str:
@@ -178,9 +166,9 @@ def _comparison_note(table: AttackTable, other: CertificateTable, common: int) -
         note += f", {table.norm} size s by {other.norm} radius {factor:.4g} s"
     if not is_same_classifier(table, other):
         by = "smoothed by that noise"
-        if _has_same_noise(table, other):
-            by = "that answers by " + ("votes" if other.predicts_by_vote else "mean scores")
-        note += f"; of another classifier than the attacked one ({by})"
+        if table.certificate_noise == other.attack_noise:
+            by = "which answers by " + ("votes" if other.predicts_by_vote else "mean scores")
+        note += f"; of a different classifier than the attacked one ({by})"
     return note
 
 
@@ -188,15 +176,15 @@ def _comparison_note(table: AttackTable, other: CertificateTable, common: int) -
 
 
 _PERCENT_TITLE = "of test inputs, %"
-_MAX_CURVE_POINTS = 180  # a step is drawn no finer than this part of the width
+_MAX_CURVE_POINTS = 180
 
 
 def certified_accuracy_chart(
     tables: Sequence[CertificateTable],
     clean_accuracy: float | None,
-    title: str = "Right and certified, against radius",
+    title: str = "Certified accuracy by radius",
 ) -> str:
-    """Certified accuracy against radius, a line for each certification; clean accuracy dotted."""
+    """Draw certified accuracy by radius, a line per certification; clean accuracy is dotted."""
     widest = max((float(table.size_if_correct().max()) for table in tables), default=0.0)
     end = 1.05 * widest if widest > 0 else 1.0
     lines = [
@@ -206,22 +194,22 @@ def certified_accuracy_chart(
         share = 100 * clean_accuracy
         flat = [(0, share), (end, share)]
         lines.append(Line("accuracy without noise or attack", flat, muted=True))
-    norms, said = sorted({norm_name(table.norm) for table in tables}), []
+    norms, texts = sorted({norm_name(table.norm) for table in tables}), []
     for table in tables:
         at = [(r, table.certified_accuracy(r)) for r in table.reported_radii]
         shares = ", ".join(f"{format_percent(share, 1)} % at {format_exact(r)}" for r, share in at)
-        said.append(f"{table.description}: {shares}")
+        texts.append(f"{table.description}: {shares}")
     return chart(
         lines,
         Axis(f"{' or '.join(norms)} radius, in units of the input", end),
         Axis(_PERCENT_TITLE, 100.0),
-        description=f"The larger the radius, the fewer inputs are certified. {'; '.join(said)}.",
+        description=f"The larger the radius, the fewer inputs are certified. {'; '.join(texts)}.",
         title=title,
     )
 
 
 def _certified_steps(table: CertificateTable, end: float) -> list[tuple[float, float]]:
-    """Return the certified shares at so many radii: between two of them at least the second's."""
+    """Return radii and certified accuracies in %; between two radii, the second's is a bound."""
     held = table.size_if_correct()
     radii = np.unique(np.concatenate([[0.0], held[held > 0]]))
     if len(radii) > _MAX_CURVE_POINTS:
@@ -231,14 +219,12 @@ def _certified_steps(table: CertificateTable, end: float) -> list[tuple[float, f
 
 
 def attacked_accuracy_chart(table: AttackTable, certificates: Sequence[CertificateTable]) -> str:
-    """Draw the share that can still be right against attack size.
+    """Draw the fraction of inputs that are not wrong by attack size, a line per attack.
 
-    There is a line for each attack; certified: dotted.
-
-    The lines are 1 - wrong: an abstention refutes nothing. Filled down to what was answered rightly
-    under all attacks.
+    Abstentions count as not wrong. The area below is filled down to the fraction of inputs that
+    are correct under all attacks. Certified accuracy is dotted.
     """
-    clean, lines, said = table.outcome_shares("none", 0.0), [], []
+    clean, lines, texts = table.outcome_shares("none", 0.0), [], []
     for attack in table.attacks:
         found = [(s, table.outcome_shares(attack, s)) for s in table.sizes if table.has(attack, s)]
         left = [(s, 1 - shares.wrong) for s, shares in [(0.0, clean), *found]]
@@ -247,12 +233,12 @@ def attacked_accuracy_chart(table: AttackTable, certificates: Sequence[Certifica
         percents = [
             f"{format_percent(share, 1, round_up=True)} % at {format_exact(s)}" for s, share in left
         ]
-        said.append(f"{attack}: {', '.join(percents)}")
+        texts.append(f"{attack}: {', '.join(percents)}")
     if table.location_class.is_random:
         worst = [(0.0, clean), *((size, table.worst(size)) for size in table.sizes)]
         upper = [(size, 100 * (1 - shares.wrong)) for size, shares in worst]
         below = [100 * shares.correct for _, shares in worst]
-        lines.insert(0, Line("not answered, under one of them at least", upper, fill_down_to=below))
+        lines.insert(0, Line("no answer under one or more attacks", upper, fill_down_to=below))
     shown = attack_outcome_table(table, certificates, attrgetter("description"))
     for place, column in enumerate(shown.header[5:], start=5):
         at = {float(row[0]): float(row[place]) for row in shown.rows}
@@ -262,13 +248,13 @@ def attacked_accuracy_chart(table: AttackTable, certificates: Sequence[Certifica
         lines,
         Axis(f"{norm_name(table.norm)} size of the attack", end),
         Axis(_PERCENT_TITLE, 100.0),
-        description=f"Not refuted under attack. {'; '.join(said)}.",
-        title="Not refuted under attack, against its size",
+        description=f"Fraction not wrong under attack. {'; '.join(texts)}.",
+        title="Not wrong under attack, by size",
     )
 
 
 def epsilon_chart(curve: Sequence[tuple[int, float]], delta: float) -> str:
-    """Epsilon against training step. curve: finite, ends above 0."""
+    """Draw epsilon by training step. curve: finite values, the last one above 0."""
     points = [(0.0, 0.0), *((float(step), epsilon) for step, epsilon in curve)]
     steps, last = points[-1]
     return chart(
@@ -276,5 +262,5 @@ def epsilon_chart(curve: Sequence[tuple[int, float]], delta: float) -> str:
         Axis("step", steps),
         Axis("epsilon", 1.05 * last),
         description=f"Rises with every step, to {format_epsilon(last)} after {steps:,.0f} steps.",
-        title="Privacy spent, against step",
+        title="Epsilon by step",
     )

@@ -1,11 +1,11 @@
-"""Compare runs side by side, against the first of them, and with the same training without privacy.
+"""Compare runs with each other, and a run with the same training without privacy.
 
-Side by side: privacy claimed and proved, accuracy clean, certified and attacked. Against the first
-run, on the same inputs: differences, and how sure they are.
+Side by side: privacy claimed and proved; accuracy clean, certified and attacked. Against the first
+run, on the same inputs: differences with intervals and p values.
 
-The figures of a run without privacy are computed from the training records and nothing protects
-them. So they are shown only where the user named it, on a page of its own in private/, which says
-so; the report, which may leave, is the same with and without.
+The results of a run without privacy are computed from training records, and no epsilon covers
+them. So they are shown only if the user named that run, and only on a separate page in private/
+that states this; the report, which may be published, does not depend on them.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ from dpdist.runs.folder import RunFolder
 
 
 NORMS = {norm: norm_name(norm) for norm in ("l2", "linf")}
-SIZES = {"l2": (0.1, 0.25, 0.5), "linf": (0.003, 0.01, 0.02)}  # shown where none are asked for
+SIZES = {"l2": (0.1, 0.25, 0.5), "linf": (0.003, 0.01, 0.02)}  # the sizes shown by default
 
 
 def privacy_rows(runs: Sequence[RunResults]) -> list[list[str]]:
-    """Header and one row for each run: clean accuracy, epsilon claimed, proved and audited (the
-    largest lower bound), verdict."""
+    """Return the header and one row per run: clean accuracy, epsilons, verdict.
+
+    The epsilons are those claimed, proved and audited (the largest lower bound).
+    """
     header = ["run", "clean, %", "claimed epsilon", "proved epsilon", "audited epsilon", "verdict"]
     rows = [header]
     for facts in runs:
@@ -74,7 +76,7 @@ def privacy_rows(runs: Sequence[RunResults]) -> list[list[str]]:
 def certified_accuracy_rows(
     runs: Sequence[RunResults], norm: str, sizes: Sequence[float]
 ) -> list[list[str]]:
-    """Header and rows: certified accuracy in % of each run by each certificate at the sizes."""
+    """Return header and rows: certified accuracy in % of each run's certificates at the sizes."""
     rows = [["run", f"certificate, {NORMS[norm]}", "table", "inputs", *map(format_exact, sizes)]]
     for facts in runs:
         numbers = math.prod(facts.input_shape) if facts.tables else 0
@@ -86,19 +88,10 @@ def certified_accuracy_rows(
     return rows
 
 
-def population_rows(runs: Sequence[RunResults]) -> list[list[str]]:
-    """Header and rows: what each table of certificates says of the population, as a report does."""
-    rows = [["run", "certificate", POPULATION]]
-    for facts in runs:
-        for table in facts.tables:
-            rows.append([facts.folder.name, table.title, population_row(table).value])
-    return rows
-
-
 def attacked_accuracy_rows(runs: Sequence[RunResults], norm: str) -> list[list[str]]:
-    """Header and rows in %: what became of each run's inputs at each size, under all its attacks.
+    """Return header and rows: outcomes of each run's inputs in % at each size, under all attacks.
 
-    correct: under each of them; incorrect: another class under at least one.
+    correct: under every attack; incorrect: a wrong class under one or more attacks.
     """
     outcomes = ["correct", "abstained", "incorrect"]
     rows = [["run", "attacked", f"{NORMS[norm]} size", "attacks", *outcomes]]
@@ -117,20 +110,24 @@ def attacked_accuracy_rows(runs: Sequence[RunResults], norm: str) -> list[list[s
 def comparison_tables(
     runs: Sequence[RunResults], sizes: Mapping[str, Sequence[float]]
 ) -> Iterator[str]:
-    """Yield the tables and paragraphs, as Markdown, that put runs side by side and subtract them.
+    """Yield the Markdown tables and paragraphs that compare runs side by side.
 
     Raises as `accuracy_differences`.
     """
+    population = [["run", "certificate", POPULATION]]
+    for facts in runs:
+        name = facts.folder.name
+        population += [[name, t.title, population_row(t).value] for t in facts.tables]
     grids = [privacy_rows(runs)]
     grids += [certified_accuracy_rows(runs, norm, sizes[norm]) for norm in NORMS]
-    grids.append(population_rows(runs))
+    grids.append(population)
     grids += [attacked_accuracy_rows(runs, norm) for norm in NORMS]
     yield from (markdown_table(grid) for grid in grids if len(grid) > 1)
     yield from differences_section(runs, sizes)
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """A grid as a table of Markdown."""
+    """Return rows as a Markdown table, the header first."""
     head, *body = rows
     lines = [head, ["---"] * len(head), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -158,7 +155,7 @@ _HEADER = (
 
 @dataclass(frozen=True)
 class AccuracyDifference:
-    """A later run against the first: what was compared, at which size ("" for plain accuracy)."""
+    """A comparison of a later run with the first. size: "" for plain accuracy."""
 
     run: str
     quantity: str
@@ -168,8 +165,10 @@ class AccuracyDifference:
 
 @dataclass(frozen=True, eq=False)
 class PairedSizes:
-    """Certified sizes of the same inputs, by the first run and by a later one: (N,), -1 where the
-    answer is wrong. certificate: by which certificate, in which norm."""
+    """Certified sizes of the same inputs by the first run and a later one.
+
+    certificate: its title and norm. first, later: (N,) sizes; -1 for a wrong answer.
+    """
 
     run: str
     certificate: str
@@ -181,10 +180,10 @@ class PairedSizes:
 def accuracy_differences(
     runs: Sequence[RunResults], sizes: Mapping[str, Sequence[float]]
 ) -> tuple[list[AccuracyDifference], list[str]]:
-    """Every later run against the first, in plain accuracy and at the sizes of each norm.
+    """Return the comparisons of each later run with the first, and notes on what is not compared.
 
-    Also what could not be compared, in words. Raises UserError for runs of which no inputs, no data
-    set or no terms of certification are the same.
+    They compare plain accuracy, and certified accuracy at the sizes of each norm. Raises UserError
+    for runs that have no common inputs, data set or terms of certification.
     """
     rows: list[AccuracyDifference] = []
     notes: list[str] = []
@@ -200,8 +199,10 @@ def accuracy_differences(
 def curve_differences(
     runs: Sequence[RunResults], sizes: Mapping[str, Sequence[float]]
 ) -> list[tuple[PairedSizes, CurveDifference]]:
-    """Every later run against the first, at every size up to the largest listed one: all sizes,
-    certificates and runs together."""
+    """Return the differences of each later run from the first at every size up to the largest one.
+
+    They are simultaneously valid for all sizes, certificates and runs.
+    """
     pairs = [
         two for later in runs[1:] for two in _paired_sizes(runs[0], later, []) if sizes[two.norm]
     ]
@@ -214,21 +215,13 @@ def curve_differences(
 def curve_difference_rows(
     differences: Sequence[tuple[PairedSizes, CurveDifference]],
 ) -> list[list[str]]:
-    """Header and rows of text, rounded so that no more is said than holds."""
+    """Return header and rows of text, rounded conservatively."""
     shown = [["run", "what", "sizes", "better", "worse", "difference, everywhere"]]
     for two, found in differences:
-        everywhere = _format_interval(float(found.low.min()), float(found.high.max()))
         upto = f"up to {found.knots[-1]:.12g}"
-        shown.append(
-            [
-                two.run,
-                two.certificate,
-                upto,
-                _format_stretches(found.better_ranges),
-                _format_stretches(found.worse_ranges),
-                everywhere,
-            ]
-        )
+        ranges = map(_format_stretches, (found.better_ranges, found.worse_ranges))
+        everywhere = _format_interval(float(found.low.min()), float(found.high.max()))
+        shown.append([two.run, two.certificate, upto, *ranges, everywhere])
     return shown
 
 
@@ -242,15 +235,12 @@ def _format_stretches(stretches: Sequence[tuple[float, float]]) -> str:
 def accuracy_difference_rows(
     first: str, differences: Sequence[AccuracyDifference]
 ) -> list[list[str]]:
-    """Header and rows of text; differences and intervals in percentage points, rounded outwards."""
+    """Return header and rows of text, in percentage points; intervals are rounded outwards."""
     shown = [[name.format(first=first) for name in _HEADER]]
-    for row, corrected in zip(
-        differences, holm([row.comparison.p_value for row in differences]), strict=True
-    ):
+    error = ERROR / max(1, len(differences))
+    corrected = holm([row.comparison.p_value for row in differences])
+    for row, p_holm in zip(differences, corrected, strict=True):
         it = row.comparison
-        every = difference_interval(
-            it.only_first, it.only_second, it.inputs, ERROR / len(differences)
-        )
         shown.append(
             [
                 row.run,
@@ -261,9 +251,11 @@ def accuracy_difference_rows(
                 format_percent(it.second),
                 f"{100 * it.difference:+.2f}",
                 _format_interval(it.low, it.high),
-                _format_interval(*every),
+                _format_interval(
+                    *difference_interval(it.only_first, it.only_second, it.inputs, error)
+                ),
                 f"{it.only_first} : {it.only_second}",
-                *(f"{p:.2g}" for p in (it.p_value, corrected, it.anytime)),
+                *(f"{p:.2g}" for p in (it.p_value, p_holm, it.anytime)),
             ]
         )
     return shown
@@ -278,23 +270,22 @@ def _format_interval(low: float, high: float) -> str:
 def differences_section(
     runs: Sequence[RunResults], sizes: Mapping[str, Sequence[float]]
 ) -> list[str]:
-    """Paragraphs of Markdown: `accuracy_differences` as a table, what it claims, what it leaves
-    out."""
+    """Return `accuracy_differences` as Markdown: the table, its meaning, and its notes."""
     rows, notes = accuracy_differences(runs, sizes)
     first = runs[0].folder.name
     if not rows:
         return notes
     return [
         markdown_table(accuracy_difference_rows(first, rows)),
-        f"Each run less {first}, on the inputs of both, in percentage points. Interval: wrong with "
-        f"probability at most {100 * ERROR:g} % (exact binomial bounds, conservative); all "
-        f"intervals: any of the {len(rows)} with probability at most that, so a curve over sizes, "
-        "or several runs, are compared as a whole. p: exact "
-        f"two-sided McNemar; Holm: corrected for the {len(rows)} rows above; any time: valid "
-        "however often one looks while inputs are added in the table's order.",
-        "Claimed for the population that these inputs are a sample of, and for these trained "
-        "models, not for other trainings of the same recipes. Certificates are taken as made: each "
-        "may be wrong with its own alpha.",
+        f"Each run minus {first}, on the inputs of both, in percentage points. Interval: wrong "
+        f"with probability at most {100 * ERROR:g} % (exact binomial bounds, conservative). All "
+        f"intervals: with the same probability, one or more of all {len(rows)} is wrong, so you "
+        "can compare several sizes or runs at once. p: exact two-sided McNemar test; Holm: "
+        f"corrected for the {len(rows)} rows above; any time: valid however often you look while "
+        "inputs are added in the table's order.",
+        "The differences are about the population that these inputs are a sample of, and about "
+        "these trained models, not other trainings of the same recipes. Each certificate may be "
+        "wrong with probability alpha.",
         *_curves_section(runs, sizes, first),
         *notes,
     ]
@@ -308,9 +299,9 @@ def _curves_section(
         return []
     return [
         markdown_table(curve_difference_rows(curves)),
-        f"Whole curves: each run less {first} at every size, between those listed too. Any of this "
-        f"table is wrong with probability at most {100 * ERROR:g} %: all sizes, certificates and "
-        "runs together.",
+        f"Whole curves: each run minus {first} at every size, including sizes that are not listed. "
+        f"With probability {100 * (1 - ERROR):g} % or more, the whole table is correct: all sizes, "
+        "certificates and runs together.",
     ]
 
 
@@ -334,17 +325,17 @@ def _plain_accuracy_difference(
 
 
 def _correct_inputs(facts: RunResults) -> np.ndarray:
-    """Return whether each input was answered rightly, bool (N,)."""
+    """Return whether each input was classified correctly, (N,) bool."""
     about = facts.evaluation or {}
-    right = np.ones(about["inputs"], dtype=bool)
-    right[[int(index) for index in about["wrong"].split()]] = False
-    return right
+    correct = np.ones(about["inputs"], dtype=bool)
+    correct[[int(index) for index in about["wrong"].split()]] = False
+    return correct
 
 
 def _comparable_tables(
     first: RunResults, later: RunResults, notes: list[str]
 ) -> Iterator[tuple[CertificateTable, CertificateTable]]:
-    """Yield the two tables with the most common inputs, for each terms in both runs."""
+    """Yield the two tables with the most common inputs, for each set of terms in both runs."""
     matched = set()
     for mine in first.tables:
         others = [other for other in later.tables if other.comparison_key == mine.comparison_key]
@@ -362,7 +353,7 @@ def _comparable_tables(
         if names:
             notes.append(
                 f"Not compared: {', '.join(names)} of {facts.folder.name} (the other run has no "
-                "certificates on these terms)."
+                "certificates with these settings)."
             )
 
 
@@ -378,7 +369,7 @@ def _differing_terms(first: CertificateTable, second: CertificateTable) -> list[
 def _common_rows(
     first: CertificateTable, second: CertificateTable
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of the inputs that both tables have, by index, in its order; none of other data."""
+    """Return the rows of the inputs in both tables, by index; empty if their data differ."""
     data = first.job_record.get("data")
     if data is None or data != second.job_record.get("data"):
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
@@ -387,7 +378,7 @@ def _common_rows(
 
 
 def _paired_sizes(first: RunResults, later: RunResults, notes: list[str]) -> Iterator[PairedSizes]:
-    """Yield the sizes that both runs certify of the same inputs, on the same terms."""
+    """Yield the sizes that both runs certify for the same inputs, on the same terms."""
     for mine, other in _comparable_tables(first, later, notes):
         own, others = _common_rows(mine, other)
         if not len(own):
@@ -401,29 +392,25 @@ def _paired_sizes(first: RunResults, later: RunResults, notes: list[str]) -> Ite
             two = [table.sizes_in_norm(norm, numbers) for table in (mine, other)]
             by_name = {theirs.name: theirs for theirs in two[1]}
             for ours in two[0]:
-                if not ours.is_valid:
-                    continue
-                if (theirs := by_name.get(ours.name)) is None:
-                    continue
-                yield PairedSizes(
-                    later.folder.name,
-                    f"{ours.title}, {printed}",
-                    norm,
-                    ours.size_if_correct(mine.label)[own],
-                    theirs.size_if_correct(other.label)[others],
-                )
+                theirs = by_name.get(ours.name)
+                if ours.is_valid and theirs is not None:
+                    yield PairedSizes(
+                        later.folder.name,
+                        f"{ours.title}, {printed}",
+                        norm,
+                        ours.size_if_correct(mine.label)[own],
+                        theirs.size_if_correct(other.label)[others],
+                    )
 
 
 def _raise_not_comparable(first: RunResults, later: RunResults, reason: str) -> None:
-    raise UserError(
-        f"{first.folder.name} and {later.folder.name}: no difference can be stated: {reason}"
-    )
+    raise UserError(f"{first.folder.name} and {later.folder.name}: cannot be compared: {reason}")
 
 
 # --- the same training without privacy --------------------------------------------------------
 
 
-# What makes the training of a recipe one without privacy.
+# The settings that turn a recipe into one without privacy.
 NON_PRIVATE_SETTINGS = {
     "privacy.epsilon": "null",
     "privacy.noise_multiplier": "0",
@@ -432,15 +419,18 @@ NON_PRIVATE_SETTINGS = {
     "privacy.budget_ceiling": "null",
     "tune": "null",
 }
-# of the keys in which two such recipes may differ
+# keys that are not listed as differences
 _IGNORED_KEYS = (*NON_PRIVATE_SETTINGS, "name", "certify.seed")
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """rows: of `accuracy_differences.grid`, the run less the baseline, the header first; empty
-    where nothing is comparable. notes: why. changed_keys: what is different in the recipes beside
-    privacy."""
+    """The comparison of a run with its baseline without privacy.
+
+    rows: those of `accuracy_difference_rows`, the run minus the baseline; empty if they cannot be
+    compared, for the reason in `notes`. changed_keys: keys in which the recipes differ, other than
+    those of privacy.
+    """
 
     name: str
     rows: list[list[str]]
@@ -449,38 +439,33 @@ class Baseline:
 
 
 def set_baseline(folder: RunFolder, baseline: RunFolder) -> None:
-    """Name the baseline of a run, for this report and later ones: a run beside it.
+    """Store the baseline of a run, for this report and later ones: a run in the same folder.
 
-    Raises UserError for a run elsewhere, one that is private, or one of other data.
+    Raises UserError for a run elsewhere, a private run, or a run on different data.
     """
-    if (
-        baseline.path.resolve().parent != folder.path.resolve().parent
-        or baseline.name == folder.name
-    ):
-        raise UserError(
-            f"--baseline: must be another run beside {folder.name}, got {baseline.path}"
-        )
+    place, wanted = baseline.path.resolve().parent, folder.path.resolve().parent
+    if place != wanted or baseline.name == folder.name:
+        raise UserError(f"--baseline: must be a different run in {wanted}, got {baseline.path}")
     _make_baseline(load_results(folder), load_results(baseline))
     write_json(folder.baseline, {"run": baseline.name})
 
 
 def baseline_command(folder: RunFolder) -> str:
-    """The command that trains a baseline of this run."""
-    said = folder.read_recipe().model_dump(mode="json")
-    said |= {f"privacy.{key}": value for key, value in said["privacy"].items()}
-    needed = (
-        key
-        for key, value in NON_PRIVATE_SETTINGS.items()
-        if value != "null" or said[key] is not None
-    )
-    changes = (word for key in needed for word in ("--set", f"{key}={NON_PRIVATE_SETTINGS[key]}"))
-    recipe = str(folder.path / "recipe.yaml")
-    return shlex.join(["dpdist", "run", recipe, "--name", f"{folder.name}-open", *changes])
+    """Return the command that trains a baseline for this run."""
+    values = folder.read_recipe().model_dump(mode="json")
+    values |= {f"privacy.{key}": value for key, value in values["privacy"].items()}
+    words = ["dpdist", "run", str(folder.recipe_file), "--name", f"{folder.name}-open"]
+    for key, value in NON_PRIVATE_SETTINGS.items():
+        if value != "null" or values[key] is not None:
+            words += ["--set", f"{key}={value}"]
+    return shlex.join(words)
 
 
 def compare_with_baseline(facts: RunResults) -> Baseline | None:
-    """The baseline that was named for a run, None where none was; one that is gone, or that is no
-    baseline any more, with the reason in its notes."""
+    """Return the comparison with the baseline that was named for a run; None without a baseline.
+
+    If the baseline is missing or cannot be compared any more, its notes contain the reason.
+    """
     try:
         name = str(read_json(facts.folder.baseline, {"run": str})["run"])
     except MissingFileError:
@@ -495,9 +480,9 @@ def compare_with_baseline(facts: RunResults) -> Baseline | None:
 def _make_baseline(facts: RunResults, baseline: RunResults) -> Baseline:
     if not math.isinf(baseline.guarantee.epsilon):
         raise UserError(
-            f"{baseline.folder.name}: is private (epsilon "
-            f"{format_epsilon(baseline.guarantee.epsilon)}), so it is no baseline; `dpdist "
-            "report` puts any two runs side by side"
+            f"{baseline.folder.name}: must be a run without privacy, got epsilon "
+            f"{format_epsilon(baseline.guarantee.epsilon)}; compare any two runs with `dpdist "
+            "report A B`"
         )
     rows, notes = accuracy_differences([baseline, facts], _compared_sizes(facts))
     changed = [
@@ -510,7 +495,7 @@ def _make_baseline(facts: RunResults, baseline: RunResults) -> Baseline:
 
 
 def _compared_sizes(facts: RunResults) -> dict[str, tuple[float, ...]]:
-    """The radii that the report shows anyway; in a norm of which it shows none, the usual ones."""
+    """Return the radii that the report shows by norm; the default ones if it shows none."""
     shown = {
         norm: {r for table in facts.tables if table.norm == norm for r in table.reported_radii if r}
         for norm in SIZES

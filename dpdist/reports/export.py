@@ -1,7 +1,7 @@
-"""Export runs, tables of certificates and comparisons as JSON, as commands print them with --json.
+"""Export runs, tables of certificates and comparisons as JSON, for --json of commands.
 
-It holds the privacy card, the evaluation on named test data and the tables of certificates; nothing
-in private/ is in it but what the card says.
+The JSON has the privacy card, the evaluation on named test data and the tables of certificates, and
+nothing from private/ that the card does not state.
 """
 
 from __future__ import annotations
@@ -31,13 +31,11 @@ _NEXT_TOKEN_KEYS = ("next_tokens", "perplexity", "base_perplexity")
 
 
 def run_as_json(facts: RunResults) -> dict[str, Any]:
-    """A run: its privacy card, accuracy on test data, certificates and what else was measured."""
+    """Return a run's privacy card, accuracy on test data, certificates and other results."""
     found = facts.evaluation
-    names = (
-        _EVALUATION_KEYS
-        if facts.next_token_count is None
-        else (*_EVALUATION_KEYS, *_NEXT_TOKEN_KEYS)
-    )
+    names: tuple[str, ...] = _EVALUATION_KEYS
+    if facts.next_token_count is not None:
+        names += _NEXT_TOKEN_KEYS
     return {
         "run": facts.folder.name,
         "folder": str(facts.folder.path),
@@ -52,10 +50,10 @@ def run_as_json(facts: RunResults) -> dict[str, Any]:
 
 
 def table_as_json(table: CertificateTable) -> dict[str, Any]:
-    """Return what is printed of a table of certificates, as JSON.
+    """Return a table of certificates as JSON.
 
-    At each radius the share of its inputs that are right and certified, and what that says at least
-    of the population (all radii together).
+    For each radius, it has the fraction of inputs that are correct and certified, and a lower bound
+    for the population (all radii together).
     """
     return {
         "name": table.name,
@@ -85,7 +83,7 @@ def table_as_json(table: CertificateTable) -> dict[str, Any]:
 def comparison_as_json(
     runs: Sequence[RunResults], sizes: Mapping[str, Sequence[float]]
 ) -> dict[str, Any]:
-    """Return several runs, and each later one less the first on the same inputs, as JSON.
+    """Return several runs, and the differences of each later run from the first, as JSON.
 
     Raises as `dpdist.reports.compare.accuracy_differences`.
     """

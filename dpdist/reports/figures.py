@@ -1,4 +1,4 @@
-"""Figures by matplotlib: what they look like, how they become files, and ROC curves."""
+"""Create matplotlib figures in one style, render them as files, and plot ROC curves."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ RocCurves = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 
 def plot_roc_curves(title: str, curves: RocCurves, ceilings: RocCurves) -> bytes:
-    """ROC curves of membership attacks on logarithmic axes: the curves and the ceilings (dashed) by
-    name, as false and true positive rates."""
+    """Return a PNG file of ROC curves of membership attacks on logarithmic axes.
+
+    curves, ceilings (dashed): false and true positive rates by name.
+    """
     figure, (axes,) = make_panels(1)
     for (name, (false, true)), color in zip(curves.items(), itertools.cycle(COLORS)):
         axes.plot(false, true, color=color, linewidth=1.2, label=name)
@@ -40,18 +42,18 @@ def plot_roc_curves(title: str, curves: RocCurves, ceilings: RocCurves) -> bytes
 
 
 def make_panels(panels: int) -> tuple[Figure, list[Axes]]:
-    """A figure with that many panels beside one another, in the house style."""
+    """Return a figure and the axes of its panels, which are next to each other."""
     figure = Figure(figsize=(5.2 * panels, 4.2), dpi=110, layout="constrained")
-    found = list(figure.subplots(1, panels, squeeze=False)[0])
-    for axes in found:
+    row = list(figure.subplots(1, panels, squeeze=False)[0])
+    for axes in row:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color="#e5e5e5", linewidth=0.8)
         axes.set_axisbelow(True)
-    return figure, found
+    return figure, row
 
 
 def render_figure(figure: Figure, file_format: str = "png") -> bytes:
-    """Return the picture as a file's bytes, the same ones each time: it has no date."""
+    """Return a figure as the bytes of a file, without a date, so that they are reproducible."""
     buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "dpdist"}):
         figure.savefig(buffer, format=file_format, metadata=_UNDATED.get(file_format))

@@ -1,13 +1,13 @@
-"""The report: one HTML page of a run that opens offline, and one over a folder of runs.
+"""Write the report, an HTML page of one run that opens offline, and the overview of a run folder.
 
-The page shows figures, tables, and the source that each was computed from. It also states where it
-comes from: code, machine, data, seeds, and the command that makes it again. No part of that is
-made of private records. Their fingerprint stays private: an adversary that guesses all of them
-could confirm the guess. So does the run key, whose noise would then be known.
+The page shows charts, tables and their source files, and the origin of the run: code, machine,
+data, seeds and the command that repeats it. Nothing in it is computed from private records, except
+what epsilon covers. The fingerprint of the records stays private, since an attacker could use it
+to confirm a guess of all of them, and so does the run key, since it determines the noise.
 
-Training records are never shown: images come from the named test split alone, by the index of a
-certificate of the same data. Test images of a user's own data may be sensitive all the same, so
-they are shown only where the user said so; those of built-in data are public.
+Training records are never shown: images come only from the named test split, by the index of a
+certificate on the same data. Test images of a user's own data may be sensitive too, so they are
+shown only if the user requests it; those of built-in data are public.
 """
 
 from __future__ import annotations
@@ -82,24 +82,24 @@ from dpdist.runs.recipe import Recipe
 
 
 IMAGES_NOT_REQUESTED = (
-    "test images of your own data may be sensitive; dpdist report RUN --images shows them"
+    "test images of your own data may be sensitive; to show them, use dpdist report RUN --images"
 )
 _IMAGES_PER_ROW = 8  # images in a row of the page
 
 
 class ImageSource(Protocol):
-    """The test split as pictures. fingerprint: of its inputs and labels, in order."""
+    """The test split as images. fingerprint: that of its inputs and labels, in order."""
 
     @property
     def fingerprint(self) -> str: ...
 
     def png(self, index: int) -> bytes:
-        """A small picture of one input."""
+        """Return a small image of one input as a PNG file."""
 
 
 @dataclass(frozen=True)
 class ImageExample:
-    """One input: its picture, the name of its class, and what became of it."""
+    """One input: its image, the name of its class, the answer and its certified radius."""
 
     index: int
     label: str
@@ -109,8 +109,10 @@ class ImageExample:
 
 
 def are_images_allowed(folder: RunFolder, requested: bool | None, built_in: bool) -> bool:
-    """Whether this run's report shows test images: as asked now, or when it was asked last; never
-    asked, only those of built-in data. What is asked is kept beside the report."""
+    """Return whether this run's report shows test images, and store the request for later reports.
+
+    requested: None repeats the last request; without one, only images of built-in data are shown.
+    """
     kept = folder.report_file.parent / "shown.json"
     if requested is not None:
         write_json(kept, {"test_images": requested})
@@ -124,37 +126,34 @@ def are_images_allowed(folder: RunFolder, requested: bool | None, built_in: bool
 def select_images(
     tables: Sequence[CertificateTable], images: ImageSource, names: Sequence[str]
 ) -> list[tuple[str, list[ImageExample]]]:
-    """Title and inputs of each row of images: from the first table that is of this data. names: of
-    the classes."""
+    """Return title and inputs of each row of images, from the first table of this data.
+
+    names: those of the classes.
+    """
     table = next((t for t in tables if t.job_record.get("data") == images.fingerprint), None)
     if table is None:
         return []
-    right = np.flatnonzero(table.size_if_correct() > 0)
-    rising = right[np.argsort(table.radius[right], kind="stable")]
+    correct = np.flatnonzero(table.size_if_correct() > 0)
+    rising = correct[np.argsort(table.radius[correct], kind="stable")]
     wrong = np.flatnonzero(~table.correct & (table.prediction != ABSTAIN))
-    firm = wrong[np.argsort(-table.radius[wrong], kind="stable")]
+    falling = wrong[np.argsort(-table.radius[wrong], kind="stable")]
     rows = [
-        ("Right, and most easily changed", rising[:_IMAGES_PER_ROW]),
-        ("Right, and hardest to change", rising[::-1][:_IMAGES_PER_ROW]),
-        ("Wrong, the surest first", firm[:_IMAGES_PER_ROW]),
-        ("Not answered", np.flatnonzero(table.prediction == ABSTAIN)[:_IMAGES_PER_ROW]),
+        ("Correct, smallest radius first", rising),
+        ("Correct, largest radius first", rising[::-1]),
+        ("Incorrect, largest radius first", falling),
+        ("No answer", np.flatnonzero(table.prediction == ABSTAIN)),
     ]
-    return [(title, [_image_example(table, int(row), images, names) for row in found])
-            for title, found in rows]  # fmt: skip
-
-
-def _image_example(
-    table: CertificateTable, row: int, images: ImageSource, names: Sequence[str]
-) -> ImageExample:
-    index, label, answer = (
-        int(column[row]) for column in (table.index, table.label, table.prediction)
-    )
 
     def name(number: int) -> str:
         return names[number] if number < len(names) else str(number)
 
-    said = "no answer" if answer == ABSTAIN else f"answer {name(answer)}"
-    return ImageExample(index, name(label), said, float(table.radius[row]), images.png(index))
+    def example(row: int) -> ImageExample:
+        columns = (table.index, table.label, table.prediction)
+        index, label, prediction = (int(column[row]) for column in columns)
+        answer = "no answer" if prediction == ABSTAIN else f"answer {name(prediction)}"
+        return ImageExample(index, name(label), answer, float(table.radius[row]), images.png(index))
+
+    return [(title, [example(row) for row in found[:_IMAGES_PER_ROW]]) for title, found in rows]
 
 
 # --- class by class ---------------------------------------------------------------------------
@@ -164,10 +163,10 @@ _MAX_CLASS_ROWS = 100  # rows of the page
 
 
 def per_class_table(facts: RunResults) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: of each class its test inputs and accuracy with an interval, and of those
-    certified the certified accuracy, and the shares that are incorrect and abstained.
+    """Return header and rows, one per class; both empty without an evaluation or certificates.
 
-    Without either evaluation or certificates there are no rows.
+    The columns are test inputs and accuracy with an interval, and for certified inputs the
+    fractions that are certified, incorrect and abstained.
     """
     table = main_table(facts)
     plain = (facts.evaluation or {}).get("by_class") or []
@@ -175,33 +174,28 @@ def per_class_table(facts: RunResults) -> tuple[list[str], list[list[str]]]:
     header = ["class"]
     if plain:
         header += ["test inputs", "accuracy, %", "95 % interval"]
+    radius = 0.0
     if table is not None:
-        at = format_exact(statistics.smallest_shown_radius(table))
-        header += [
-            "with noise: inputs",
-            f"certified accuracy at {at}, %",
-            "incorrect, %",
-            "abstained, %",
-        ]
+        radius = statistics.smallest_shown_radius(table)
+        header += ["with noise: inputs", f"certified accuracy at {format_exact(radius)}, %"]
+        header += ["incorrect, %", "abstained, %"]
     if len(header) == 1 or count > _MAX_CLASS_ROWS:
         return [], []
     rows, names = [], facts.recipe.data.class_names
     for label in range(count):
         row = [names[label] if label < len(names) else str(label)]
         if plain:
-            inputs, right = plain[label] if label < len(plain) else (0, 0)
-            row += [f"{inputs:,}", _percent_of(right, inputs)]
-            row.append(accuracy_interval(right, inputs) if inputs else "")
+            inputs, correct = plain[label] if label < len(plain) else (0, 0)
+            row += [f"{inputs:,}", _percent_of(correct, inputs)]
+            row.append(accuracy_interval(correct, inputs) if inputs else "")
         if table is not None:
             here = table.label == label
-            total = int(here.sum())
-            answered = table.prediction[here]
-            held = int(
-                (table.size_if_correct()[here] >= statistics.smallest_shown_radius(table)).sum()
-            )
-            wrong = int(((answered != label) & (answered != ABSTAIN)).sum())
-            silent = int((answered == ABSTAIN).sum())
-            row += [f"{total:,}", *(_percent_of(part, total) for part in (held, wrong, silent))]
+            total, predicted = int(here.sum()), table.prediction[here]
+            certified = int((table.size_if_correct()[here] >= radius).sum())
+            abstained = int((predicted == ABSTAIN).sum())
+            incorrect = int((predicted != label).sum()) - abstained
+            parts = (certified, incorrect, abstained)
+            row += [f"{total:,}", *(_percent_of(part, total) for part in parts)]
         rows.append(row)
     return header, rows
 
@@ -219,20 +213,18 @@ _LIBRARIES = ("torch", "ray", "dp-accounting", "numpy", "scipy")
 def provenance_rows(
     facts: RunResults, card: dict[str, Any], report_date: date | None
 ) -> list[tuple[str, str]]:
-    """Name and value of all that is known and may be told. report_date: None where a date could
-    tell how long something secret took."""
-    begun = read_json(facts.folder.path / "run.json", {"dpdist": str})["dpdist"]
-    rows = [
-        ("report written", "not told: when a search ended, or how long a training took, is secret"
-         if report_date is None else f"{report_date.isoformat()} (UTC)"),
-        ("run begun by", f"dpdist {begun}"),
-    ]  # fmt: skip
+    """Return name and value of the known origin. report_date: None if the date may be secret."""
+    started = read_json(facts.folder.path / "run.json", {"dpdist": str})["dpdist"]
+    written = "the date is hidden, since the duration of the search or training is secret"
+    if report_date is not None:
+        written = f"{report_date.isoformat()} (UTC)"
+    rows = [("report written", written), ("run started by", f"dpdist {started}")]
     rows += _training_rows(facts)
     rows.append(("page written by", f"dpdist {__version__}{_commit()}, {_software()}"))
     if facts.evaluation is not None:
         about = facts.evaluation
-        told = f"{about['data']}, {about['inputs']:,} inputs, fingerprint {about['fingerprint']}"
-        rows.append(("test data", told))
+        text = f"{about['data']}, {about['inputs']:,} inputs, fingerprint {about['fingerprint']}"
+        rows.append(("test data", text))
     known = f"{facts.recipe.data.name}; the fingerprint of the records stays private"
     rows.append(("training data", UNKNOWN_DATA if facts.plan.trained_elsewhere else known))
     if card["plan"]:
@@ -244,12 +236,12 @@ def provenance_rows(
             rows.append(
                 (f"seed of: {table.description}", f"{seed} (drawn after the model was fixed)")
             )
-    rows.append(("run key", "secret, and never shown: with it the noise would be known"))
+    rows.append(("run key", "secret, and never shown, since it determines the noise"))
     return rows
 
 
 def reproducing_command(facts: RunResults) -> str:
-    """What makes such a run again, from the recipe on the page."""
+    """Return the command that repeats the run from the recipe on the page."""
     name = facts.folder.name
     if facts.plan.trained_elsewhere:
         return importing_command(facts.recipe)
@@ -257,7 +249,7 @@ def reproducing_command(facts: RunResults) -> str:
 
 
 def importing_command(recipe: Recipe) -> str:
-    """Return the command that imports such a model from elsewhere again."""
+    """Return the command that imports a model that was trained elsewhere."""
     model, method = recipe.model, recipe.method.model_dump()
     words = ["dpdist", "import", recipe.name, "--model", model.name]
     for key, value in model.options.items():
@@ -272,13 +264,15 @@ def importing_command(recipe: Recipe) -> str:
 def _training_rows(facts: RunResults) -> list[tuple[str, str]]:
     attempts = facts.ledger.attempts
     if facts.search is not None or not attempts:
-        return []  # on which machine the best trial ran is the search's
+        return []  # the machine of the best trial is the search's secret
     identity = attempts[-1]["identity"]
     machines = identity["machines"].replace("/", " ").replace(",", ", ")
     workers, threads = identity["world_size"], identity["threads"]
     several = "any number of workers" if workers == "any" else f"{workers} worker(s)"
-    rows = [("training code", f"digest {identity['code']}"),
-            ("hardware", f"{several}, {threads} thread(s) each, on {machines}")]  # fmt: skip
+    rows = [
+        ("training code", f"digest {identity['code']}"),
+        ("hardware", f"{several}, {threads} thread(s) each, on {machines}"),
+    ]
     if not facts.is_duration_secret:
         rows.append(("training took", facts.training_took))
     return rows
@@ -295,7 +289,7 @@ def _software() -> str:
 
 
 def _commit() -> str:
-    """Of the checkout that this code lies in, if any."""
+    """Return the commit of the checkout that this code is in; "" without one."""
     root = PACKAGE.resolve().parent
     if not (root / ".git").exists():
         return ""
@@ -320,49 +314,53 @@ def write_report(
     *,
     reveal_date: bool = False,
 ) -> None:
-    """Write report/index.html of a trained run, and its pictures as files of their own; where a
-    baseline was named, also the page with its figures, which stays in private/.
+    """Write report/index.html of a trained run, and its charts as separate files.
 
-    images: the test data, or why their inputs are not shown. reveal_date: with today's date even
-    where a date may tell how long something secret took: whoever asks for the page chose the day.
+    If a baseline was named, also write the page that compares with it, which stays in private/.
+
+    images: the test data, or the reason why test inputs are not shown. reveal_date: show today's
+    date even if the duration is secret: the user who asks for the page chose the day.
     """
     facts = load_results(folder)
     rows = facts.rows()
-    said = [row.text for row in rows if row.name in ("privacy", "test accuracy")]
-    curves = _run_charts(facts, f"{folder.name}: {', '.join(said)}")
+    texts = [row.text for row in rows if row.name in ("privacy", "test accuracy")]
+    curves = _run_charts(facts, f"{folder.name}: {', '.join(texts)}")
     pictures: dict[str, str] = {}
     if curves["certified"] is not None:
         pictures["certified_accuracy"] = curves["certified"]
-    shown = dict(
-        heading=folder.name,
-        facts=facts,
-        elsewhere=facts.plan.trained_elsewhere,
-        verdict=make_verdict(facts),
-        tiles=[row for row in rows if row.name in _TILES],
-        meanings=explain_numbers(facts),
-        by_class=dict(zip(("header", "rows"), per_class_table(facts), strict=True)),
-        curves=curves,
-        tables=[_certificate_section(table, folder) for table in facts.tables],
-        images=_image_section(facts, images),
-        attacks=_attack_sections(facts, pictures),
-        checks=_check_sections(facts),
-        three=_epsilon_rows(facts),
-        at_delta=f", at delta = {facts.guarantee.delta:g}" * math.isfinite(facts.guarantee.epsilon),
-        search=describe_search(facts.search, folder, facts.guarantee),
-        trials=dict(zip(("header", "rows"), trial_table(facts), strict=True)),
-        limits=limitations(facts),
-        command=reproducing_command(facts),
-        asked=folder.read_search_recipe().to_yaml() if folder.search_recipe_file.exists() else None,
-        summary=[(row.title, row.text) for row in rows if row.name != "report"],
-        **_privacy_section(
-            facts,
-            None if facts.is_duration_secret and not reveal_date else datetime.now(UTC).date(),
-        ),
-    )
+    card = facts.privacy_card()
+    hidden = facts.is_duration_secret and not reveal_date
+    proved = math.isfinite(facts.guarantee.epsilon)
+    searched = folder.read_search_recipe() if folder.search_recipe_file.exists() else None
+    shown: dict[str, Any] = {
+        "heading": folder.name,
+        "facts": facts,
+        "elsewhere": facts.plan.trained_elsewhere,
+        "verdict": make_verdict(facts),
+        "tiles": [row for row in rows if row.name in _TILES],
+        "meanings": explain_numbers(facts),
+        "by_class": dict(zip(("header", "rows"), per_class_table(facts), strict=True)),
+        "curves": curves,
+        "tables": [_certificate_section(table, folder) for table in facts.tables],
+        "images": _image_section(facts, images),
+        "attacks": _attack_sections(facts, pictures),
+        "checks": _check_sections(facts),
+        "three": _epsilon_rows(facts),
+        "at_delta": f", at delta = {facts.guarantee.delta:g}" * proved,
+        "search": describe_search(facts.search, folder, facts.guarantee),
+        "trials": dict(zip(("header", "rows"), trial_table(facts), strict=True)),
+        "limits": limitations(facts),
+        "command": reproducing_command(facts),
+        "asked": searched and searched.to_yaml(),
+        "summary": [(row.title, row.text) for row in rows if row.name != "report"],
+        "card": card,
+        "card_rows": _card_rows(facts, card),
+        "origin": provenance_rows(facts, card, None if hidden else datetime.now(UTC).date()),
+    }
     page = render_template("page.html", baseline=None, **shown)
     found = compare_with_baseline(facts)
     private = None if found is None else render_template("page.html", baseline=found, **shown)
-    # Only now that nothing can be refused any more: the page and its pictures are of one report.
+    # All together, after everything that can fail: the page and its charts are of one report.
     files = {folder.report_file: page}
     files |= {folder.report_file.parent / f"{name}.svg": text for name, text in pictures.items()}
     if private is not None:
@@ -375,20 +373,22 @@ def write_report(
 def _attack_sections(
     facts: RunResults, charts: dict[str, str]
 ) -> list[tuple[AttackTable, str, TextTable, Path, str]]:
-    """Return of each attack its table, what was attacked and how, what became of the inputs, its
-    file and its picture, which is added to the `charts` that become files of their own."""
-    folder, found = facts.folder, []
+    """Return table, description, outcomes, file and chart of each attack.
+
+    The charts are added to `charts`, which become separate files.
+    """
+    sections = []
     for table in facts.attacks:
         drawn = attacked_accuracy_chart(table, facts.tables)
         charts[f"attacked_{table.name}"] = drawn
         shown = attack_outcome_table(table, facts.tables, attrgetter("description"))
         words = f"{norm_name(table.norm)}, {table.description}"
-        found.append((table, words, shown, table.path.relative_to(folder.path), drawn))
-    return found
+        sections.append((table, words, shown, table.path.relative_to(facts.folder.path), drawn))
+    return sections
 
 
 def _check_sections(facts: RunResults) -> list[tuple[dict[str, Any], str, str]]:
-    """Of each check what it is of, in words, and what it came to."""
+    """Return each check of certificates, their description, and the result in a line."""
     words = {table.name: table.description for table in facts.tables}
     return [
         (check, words.get(check["certificates"], check["certificates"]), check_line(check))
@@ -396,21 +396,12 @@ def _check_sections(facts: RunResults) -> list[tuple[dict[str, Any], str, str]]:
     ]
 
 
-def _privacy_section(facts: RunResults, report_date: date | None) -> dict[str, Any]:
-    """The privacy card, its rows, and where the page comes from."""
-    card = facts.privacy_card()
-    return {
-        "card": card, "card_rows": _card_rows(facts, card), "origin": provenance_rows(facts, card,
-            report_date)
-    }  # fmt: skip
-
-
 def render_template(
     template: str, *, width: str = "62rem", script: bool = False, **variables: Any
 ) -> str:
-    """A template of this folder; everything that is shown is escaped but for our own pictures.
+    """Return a rendered template of this folder; all values but our own charts are escaped.
 
-    Raises jinja2.UndefinedError for what a template needs and was not given.
+    Raises jinja2.UndefinedError for a missing variable.
     """
     loader = jinja2.FunctionLoader(lambda name: (files("dpdist.reports") / name).read_text())
     environment = jinja2.Environment(
@@ -418,112 +409,107 @@ def render_template(
     )
     environment.filters["base64"] = lambda raw: base64.b64encode(raw).decode()
     return environment.get_template(template).render(
-        version=__version__, width=width, script=script,
+        version=__version__,
+        width=width,
+        script=script,
         contents=lambda body: [(name, Markup(title)) for name, title in _HEADINGS.findall(body)],
         **variables,
-    )  # fmt: skip
+    )
 
 
 def _run_charts(facts: RunResults, title: str) -> dict[str, Any]:
-    """The charts of the whole run, None for one that there is nothing to draw of, and why."""
+    """Return the charts of the whole run, None for a missing one, and why epsilon has no chart."""
     clean = facts.accuracy
     certified = certified_accuracy_chart(facts.tables, clean, title) if facts.tables else None
     spent, why = None, "no steps were taken"
     if facts.search is not None:
-        why = "the search is paid for as a whole, and its trials are not shown"
+        why = "epsilon covers the search as a whole, and its trials are not shown"
     elif facts.recipe.stages:
-        why = "epsilon counts the runs too whose weights this one began with"
+        why = "epsilon also covers the runs whose weights this run started from"
     elif facts.plan.steps:
         curve = facts.plan.epsilon_curve()
-        why = "nothing is proved at any step"
+        why = "no step has a finite epsilon above 0"
         if math.isfinite(curve[-1][1]) and curve[-1][1] > 0:
             spent = epsilon_chart(curve, facts.plan.delta)
     return {"certified": certified, "spent": spent, "why": why}
 
 
 def _epsilon_rows(facts: RunResults) -> list[list[str]]:
-    """What is claimed, proved and audited, as runs are compared by it."""
-    _, (_, _, claimed, proved, audited, said) = privacy_rows([facts])
+    """Return the rows of the epsilons that are claimed, proved and audited."""
+    _, (_, _, claimed, proved, audited, verdict) = privacy_rows([facts])
     stated = facts.claim is not None and facts.claim.claimed is not None
-    paper = f"by the method's paper: {said}" if stated else "its paper claims none of its own"
+    paper = f"by the method's paper: {verdict}" if stated else "its paper claims no own epsilon"
     measured = "measured on the executed mechanism: a lower bound"
     return [
         ["claimed", claimed, paper],
-        ["proved", proved, "defended, of what was really executed: an upper bound"],
-        ["audited", audited, measured if facts.audits else "not measured; dpdist audit does it"],
+        ["proved", proved, "computed from what was executed: an upper bound"],
+        ["audited", audited, measured if facts.audits else "not measured; use dpdist audit"],
     ]
 
 
 def _card_rows(facts: RunResults, card: dict[str, Any]) -> list[tuple[str, str]]:
     if facts.plan.trained_elsewhere:
-        return [("privacy", facts.privacy_statement), ("model",
-            facts.recipe.method.describe(facts.plan)),
-                ("notes", " ".join(card["notes"]))]  # fmt: skip
-    reexecuted = card["reexecuted_releases"]
-    deltas = card["epsilon_at_delta"]
+        return [
+            ("privacy", facts.privacy_statement),
+            ("model", facts.recipe.method.describe(facts.plan)),
+            ("notes", " ".join(card["notes"])),
+        ]
+    total, reexecuted = facts.data_set_guarantee, card["reexecuted_releases"]
+    epsilons = (
+        f"{format_epsilon(row['epsilon'])} at {format_delta(row['delta'])}"
+        for row in card["epsilon_at_delta"]
+    )
+    included = ", included in the guarantee" if reexecuted else ""
     rows = [
         ("guarantee", facts.privacy_statement),
         ("unit", card["unit"]),
-        (
-            "all runs on this data set",
-            "" if facts.data_set_guarantee is None else str(facts.data_set_guarantee),
-        ),
+        ("all runs on this data set", "" if total is None else str(total)),
         ("mechanism", f"{'; '.join(card['mechanism'])}; clipping: {card['clip_norm']}"),
-        (
-            "epsilon at other deltas",
-            "; ".join(
-                f"{format_epsilon(row['epsilon'])} at {format_delta(row['delta'])}"
-                for row in deltas
-            ),
-        ),
-        (
-            "re-executed steps",
-            f"{reexecuted} releases{', included in the guarantee' if reexecuted else ''}",
-        ),
-        ("holds if", "; ".join(card["assumptions"])),
+        ("epsilon at other deltas", "; ".join(epsilons)),
+        ("re-executed steps", f"{reexecuted} releases{included}"),
+        ("valid if", "; ".join(card["assumptions"])),
         ("notes", " ".join(card["notes"])),
     ]
     return [row for row in rows if row[1]]
 
 
 def limitations(facts: RunResults) -> list[str]:
-    """What the page does not promise."""
-    unit = "Privacy is of single training records: what is true of the whole population may be "
-    unit += "learned, and several records of one person are less protected than one."
+    """Return sentences about what the report does not guarantee."""
+    unit = "Privacy is that of single training records: the model may reveal what is true of the "
+    unit += "whole population, and several records of one person are less protected than one."
     if facts.plan.user is not None:
-        unit = f"Privacy is of {facts.plan.user.description}: what is true of the whole "
-        unit += "population may be learned, and so may be what two users have in common."
-    promised = [
+        unit = f"Privacy is that of {facts.plan.user.description}: the model may reveal what is "
+        unit += "true of the whole population, and what two users have in common."
+    lines = [
         unit,
-        "It holds if what the privacy card lists under holds if is true, and for this model: other "
-        "runs on the same records cost on top.",
+        "The guarantee is about this model only, and valid if the assumptions in the privacy card "
+        "are true: other runs on the same records add to epsilon.",
     ]
     if facts.plan.trained_elsewhere:
-        promised = [
-            "Nothing is promised about the records that this model was trained on: it was "
+        lines = [
+            "Nothing is guaranteed about the records that this model was trained on: it was "
             f"{NOT_TRAINED_HERE}."
         ]
-    found = [
-        *promised,
+    lines += [
         EVALUATION_UNPROTECTED,
-        "Accuracy is of inputs like the test data; nothing is said of others, and classes differ.",
+        "The accuracy is that on inputs like the test data; it may differ on other inputs, and "
+        "differs between classes.",
     ]
     if facts.tables:
         norms = sorted({norm_name(table.norm) for table in facts.tables})
-        found.append(
-            "Certificates are of the model together with its noise, as dpdist predict answers, "
-            f"not of the bare network; of changes within {' or '.join(norms)} distance, not of "
-            "rotated, cropped or otherwise different inputs; and each may be wrong with its alpha."
+        lines.append(
+            "Certificates are about the model with its noise, as dpdist predict uses it, and not "
+            f"about the network without noise. They cover changes within {' or '.join(norms)} "
+            "distance, and no rotated, cropped or otherwise different inputs. Each may be wrong "
+            "with probability alpha."
         )
     else:
-        found.append("Nothing is certified: a small change of an input may change the answer.")
-    if facts.recipe.method.capabilities.not_releasable_reason is not None:
-        found.append(
-            f"No model may leave: {facts.recipe.method.capabilities.not_releasable_reason}"
-        )
+        lines.append("Nothing is certified: a small change of an input may change the answer.")
+    if (reason := facts.recipe.method.capabilities.not_releasable_reason) is not None:
+        lines.append(f"The models must not be published: {reason}")
     if facts.canary_notice is not None:
-        found.append(f"Audited run: {facts.canary_notice}.")
-    return found
+        lines.append(f"Audited run: {facts.canary_notice}.")
+    return lines
 
 
 def _image_section(facts: RunResults, images: ImageSource | str) -> dict[str, Any]:
@@ -533,7 +519,7 @@ def _image_section(facts: RunResults, images: ImageSource | str) -> dict[str, An
         return {"rows": [], "why": images}
     return {
         "rows": select_images(facts.tables, images, facts.recipe.data.class_names),
-        "why": "the certificates are of other data",
+        "why": "the certificates are about different data",
     }
 
 
@@ -564,75 +550,68 @@ def _certificate_section(table: CertificateTable, folder: RunFolder) -> dict[str
 
 
 def _format_bounds(bound_at_radius: statistics.PopulationBound | None) -> tuple[str, str]:
-    """Right and robust, at least; not certifiable, at least: both in %, of the population."""
+    """Return lower bounds for the population in %: correct and robust, and not certifiable."""
     if bound_at_radius is None:
         return "", ""
-    spared = (
-        ""
-        if bound_at_radius.certifiable_upper_bound is None
-        else format_percent(1 - bound_at_radius.certifiable_upper_bound)
-    )
-    return format_percent(bound_at_radius.accuracy_lower_bound), spared
+    certifiable = bound_at_radius.certifiable_upper_bound
+    impossible = "" if certifiable is None else format_percent(1 - certifiable)
+    return format_percent(bound_at_radius.accuracy_lower_bound), impossible
 
 
-# --- the page over all runs -------------------------------------------------------------------
+# --- the overview of a folder -----------------------------------------------------------------
 
 
-_MAX_PAIRS = 28  # of eight runs; more are for `dpdist report A B`
+_MAX_PAIRS = 28  # those of eight runs; for more, use `dpdist report A B`
 
 
 def write_overview(folder: Path) -> Path:
-    """Write FOLDER/index.html over the finished runs in it; returns the page. The others are named
-    with what keeps them from it. Raises UserError where there is no run at all."""
+    """Write FOLDER/index.html about the finished runs in a folder, and return its path.
+
+    Other runs are listed with the reason why they are not shown. Raises UserError without any run.
+    """
     places = sorted(path for path in folder.iterdir() if (path / "run.json").is_file())
     if not places:
         raise UserError(f"{folder}: no runs in this folder; `dpdist run` writes them to runs/")
-    runs, left_out = [], []
+    runs, left_out, entries = [], [], []
     for place in places:
         try:
-            runs.append(load_results(RunFolder(place)))
+            facts = load_results(RunFolder(place))
         except UserError as error:
             left_out.append((place.name, str(error).splitlines()[0]))
-    grids = [(f"Certified accuracy, {NORMS[n]}, in %", certified_accuracy_rows(runs, n, SIZES[n]),
-        2)
-             for n in NORMS]  # fmt: skip
+            continue
+        link = f"{quote(place.name)}/report/index.html"
+        runs.append(facts)
+        entries.append(
+            (facts, link if facts.folder.report_file.exists() else None, make_verdict(facts))
+        )
+    grids = [
+        (f"Certified accuracy, {NORMS[n]}, in %", certified_accuracy_rows(runs, n, SIZES[n]), 2)
+        for n in NORMS
+    ]
     grids += [
         (f"Under attack, {NORMS[n]}, in %", attacked_accuracy_rows(runs, n), 3) for n in NORMS
     ]
+    pairs = itertools.islice(itertools.combinations(runs, 2), _MAX_PAIRS)
     page = folder / "index.html"
-    write_atomic(
-        page,
-        render_template(
-            "overview.html",
-            heading=f"Runs in {folder.resolve().name}",
-            width="78rem",
-            script=True,
-            runs=[
-                (
-                    facts,
-                    f"{quote(facts.folder.name)}/report/index.html"
-                    if facts.folder.report_file.exists()
-                    else None,
-                    make_verdict(facts),
-                )
-                for facts in runs
-            ],
-            privacy=privacy_rows(runs),
-            grids=[grid for grid in grids if len(grid[1]) > 1],
-            pairs=[
-                _compare_two_runs(*two)
-                for two in itertools.islice(itertools.combinations(runs, 2), _MAX_PAIRS)
-            ],
-            left_out=left_out,
-        ),
+    text = render_template(
+        "overview.html",
+        heading=f"Runs in {folder.resolve().name}",
+        width="78rem",
+        script=True,
+        runs=entries,
+        privacy=privacy_rows(runs),
+        grids=[grid for grid in grids if len(grid[1]) > 1],
+        pairs=[_compare_two_runs(*two) for two in pairs],
+        left_out=left_out,
     )
+    write_atomic(page, text)
     return page
 
 
 def _compare_two_runs(
     first: RunResults, second: RunResults
 ) -> tuple[str, str, list[list[str]], list[str]]:
-    """Return the names of two runs, the second less the first, and what is not compared, and why.
+    """Return the names of two runs, the rows of the second minus the first, and notes.
 
     The rows are those of `accuracy_difference_rows`, the header first.
     """

@@ -1,6 +1,6 @@
-"""Plots of trainings, certificates and searches: matplotlib axes in, axes out.
+"""Plot trainings, certificates and searches; each function takes and returns matplotlib axes.
 
-They show public and released values only. Without axes they draw into the current ones of pyplot,
+The plots show only public and released values. Without axes, they use the current axes of pyplot,
 so a notebook shows them.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dpdist.privacy.plan import PrivacyPlan
     from dpdist.runs.accounting import PublishedTrial
 
-_POINTS = 200  # of a curve of certified accuracy
+_POINTS = 200  # of a curve
 
 
 def _axes(given: Any) -> Any:
@@ -32,7 +32,7 @@ def _axes(given: Any) -> Any:
 def plot_history(
     columns: Mapping[str, Sequence[Any]], names: Sequence[str], plan: PrivacyPlan, ax: Any = None
 ) -> Any:
-    """Draw columns of a training's history against its steps; "epsilon" is that of the plan."""
+    """Plot columns of a training's history by step; "epsilon" is that of the plan."""
     axes = _axes(ax)
     for name in names:
         if name == "epsilon":
@@ -41,14 +41,11 @@ def plot_history(
             continue
         if name not in columns:
             known = ", ".join([*(each for each in columns if each != "step"), "epsilon"])
-            raise UserError(f"plot: must be of {known}, got {name!r}")
-        there = [
-            (step, value)
-            for step, value in zip(columns["step"], columns[name], strict=True)
-            if value is not None
-        ]
-        marker = "o" if len(there) < len(columns["step"]) else None
-        axes.plot([step + 1 for step, _ in there], [v for _, v in there], marker=marker, label=name)
+            raise UserError(f"plot: must be one of {known}, got {name!r}")
+        steps, values = columns["step"], columns[name]
+        points = [(s + 1, v) for s, v in zip(steps, values, strict=True) if v is not None]
+        marker = "o" if len(points) < len(steps) else None
+        axes.plot([s for s, _ in points], [v for _, v in points], marker=marker, label=name)
     axes.set_xlabel("steps")
     if len(names) == 1:
         axes.set_ylabel(names[0].replace("_", " "))
@@ -58,12 +55,12 @@ def plot_history(
 
 
 def plot_certificates(table: CertificateTable, ax: Any = None) -> Any:
-    """Draw certified accuracy against the radius."""
+    """Plot certified accuracy by radius."""
     axes = _axes(ax)
     largest = float(np.max(table.size_if_correct(), initial=0.0))
     radii = np.linspace(0.0, largest * 1.05 or 1.0, _POINTS)
-    axes.plot(radii, [table.certified_accuracy(radius) for radius in radii],
-              label=f"{table.mode}, sigma {table.sigma:g}, n {table.n:,}")  # fmt: skip
+    label = f"{table.mode}, sigma {table.sigma:g}, n {table.n:,}"
+    axes.plot(radii, [table.certified_accuracy(radius) for radius in radii], label=label)
     axes.set_xlabel(f"radius ({table.norm})")
     axes.set_ylabel("certified accuracy")
     axes.set_ylim(0, 1)
@@ -72,7 +69,7 @@ def plot_certificates(table: CertificateTable, ax: Any = None) -> Any:
 
 
 def plot_trials(trials: Sequence[PublishedTrial], ax: Any = None) -> Any:
-    """Draw the last score of each trial; the chosen one is marked, failed ones are left out."""
+    """Plot the last score of each trial that did not fail; the chosen one is marked."""
     axes = _axes(ax)
     scored = [(n, each) for n, each in enumerate(trials, 1) if each.scores and not each.failed]
     for chosen, marker in ((False, "o"), (True, "*")):

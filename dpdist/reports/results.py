@@ -1,6 +1,6 @@
 """Read the results in a run folder that the summary, the report and the release show.
 
-What a run costs is read by `dpdist.runs.accounting`; nothing is accounted here.
+Epsilon is computed in `dpdist.runs.accounting`, not here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from dpdist.core.fields import (
     SCREENED,
     describe_input_fields,
     describe_rounding,
-    weakest,
 )
 from dpdist.core.files import check_shape, read_json
 from dpdist.core.result_rows import accuracy_rows
@@ -49,19 +48,16 @@ from dpdist.privacy.phases import NOT_TRAINED_HERE, UNKNOWN_DATA
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.reports.summary import make_verdict
 from dpdist.runs.accounting import RunAccount, SearchTerms, read_account
-from dpdist.runs.folder import (
-    RunFolder,
-    open_run,
-)
+from dpdist.runs.folder import RunFolder, open_run
 from dpdist.runs.recipe import Recipe
 
 # --- terms of a private search ----------------------------------------------------------------
 
 
 def trial_table(facts: RunResults) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of the trials of a search, in their order; no rows where K is secret.
+    """Return header and rows of a search's trials in order; both empty if their number is secret.
 
-    The last column says which trial was chosen, and why one does not count.
+    The last column shows which trial was chosen, and why a trial does not count.
     """
     if facts.search is None or not facts.search.trials:
         return [], []
@@ -79,43 +75,36 @@ def trial_table(facts: RunResults) -> tuple[list[str], list[list[str]]]:
 def describe_search(
     search: SearchTerms | None, folder: RunFolder, guarantee: Guarantee
 ) -> list[tuple[str, str]]:
-    """Return name and value of the searched fields and the search's cost; nothing without a search.
+    """Return name and value of the searched fields and of the search's privacy cost.
 
-    guarantee: of training and search together.
+    Empty without a search. guarantee: that of training and search together.
     """
     if search is None:
         return []
     tune = folder.read_search_recipe().tune
     space = {} if tune is None else tune.space
-    rows = [
-        (field, space[field].description if field in space else "searched")
-        for field in search.fields
-    ]
-    alone = format_epsilon(search.one_training_epsilon)
+    total, one = format_epsilon(guarantee.epsilon), format_epsilon(search.one_training_epsilon)
     return [
-        *rows,
+        *((f, space[f].description if f in space else "searched") for f in search.fields),
         ("judged by", f"{search.objective} on {search.scored_on}"),
         ("number of trials", search.num_trials),
-        ("cost", f"epsilon {format_epsilon(guarantee.epsilon)} in all; one such training, nothing "
-         f"searched: {alone}"),
-    ]  # fmt: skip
+        ("cost", f"epsilon {total} in total; one such training without the search: {one}"),
+    ]
 
 
-# --- figures of a run -------------------------------------------------------------------------
+# --- the results of a run ---------------------------------------------------------------------
 
 
-# Of every kind of data: nobody sees from a row what its numbers were made of.
-KEEPS_NOTHING = "the model and the loss are the user's code, and keep nothing from pass to pass"
+_STATELESS = "the model and the loss are the user's code, and keep no state between passes"
 _BEGAN_WITH = "initial weights trained on"
 _TABLES = "*/certificates.parquet"
 
 
 @dataclass(frozen=True)
 class RunResults:
-    """The facts of a finished run: guarantee, accuracies, certificates, attacks and audits.
+    """The results of a finished run: guarantee, accuracies, certificates, attacks and audits.
 
-    Each is read from a named file of the run folder by `dpdist.load_results`; printed, they are the
-    run's summary.
+    `dpdist.load_results` reads them from the files of the run folder; `print` shows a summary.
 
     Attributes:
         folder: the `RunFolder`.
@@ -146,7 +135,7 @@ class RunResults:
     training_summary: dict[str, Any]
     evaluation: dict[str, Any] | None
     tables: list[CertificateTable]
-    evaluations: dict[type[Evaluation], list[Any]]  # but for private ones: reports are published
+    evaluations: dict[type[Evaluation], list[Any]]  # without private ones: reports are published
 
     @property
     def plan(self) -> PrivacyPlan:
@@ -219,10 +208,8 @@ class RunResults:
     @property
     def canary_notice(self) -> str | None:
         """Return a note that canaries forbid a release, a str; None without canaries."""
-        planted = self.recipe.canary_audit
-        return (
-            None if planted is None else planted.report_note(self.plan.records, self.plan.counted)
-        )
+        audit = self.recipe.canary_audit
+        return None if audit is None else audit.report_note(self.plan.records, self.plan.counted)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -232,11 +219,12 @@ class RunResults:
 
     @property
     def inputs(self) -> str:
-        """Return what the model reads of a record in words, a str such as "1 x 8 x 8 numbers"."""
-        said = read_json(self.folder.model_folder / "model.json", {"input_shape": list})
-        if fields := said.get("signature", {}).get("fields"):
-            told = {name: (each["shape"], each["dtype"]) for name, each in fields.items()}
-            return describe_input_fields(told)
+        """Return a description of one input of the model, a str such as "1 x 8 x 8 numbers"."""
+        spec = read_json(self.folder.model_folder / "model.json", {"input_shape": list})
+        if fields := spec.get("signature", {}).get("fields"):
+            return describe_input_fields(
+                {name: (field["shape"], field["dtype"]) for name, field in fields.items()}
+            )
         kind = "tokens" if self.recipe.data.text is not None else "numbers"
         return f"{' x '.join(map(str, self.input_shape))} {kind}"
 
@@ -254,7 +242,7 @@ class RunResults:
         if self.plan.trained_elsewhere:
             return NOT_TRAINED_HERE
         if math.isinf(guarantee.epsilon):
-            return f"NOT PRIVATE: epsilon is infinite, nothing is proved ({self.unproved_reason})"
+            return f"NOT PRIVATE: epsilon is infinite ({self.unproved_reason})"
         return (
             f"epsilon = {format_epsilon(guarantee.epsilon)} at delta = "
             f"{format_delta(guarantee.delta)}, {guarantee.relation} ({guarantee.kind}, "
@@ -289,14 +277,11 @@ class RunResults:
         """
         if self.recipe.privacy.budget is None or self.data_set_guarantee is not None:
             return None
-        return "epsilon unknown, the budget that the recipe names is gone or has lost this run"
+        return "epsilon unknown: the recipe's budget is missing or does not contain this run"
 
     @property
     def unproved_reason(self) -> str:
-        """Return why nothing is proved, a str.
-
-        It is never empty, so read it only if the guarantee's epsilon is infinite.
-        """
+        """Return the reason for an infinite epsilon, a str; meaningless for a finite one."""
         reasons = self.plan.unproved_reasons
         if self.plan.steps and self.plan.step(0).noise_multiplier == 0:
             reasons.append(f"method {self.recipe.method.name}, trained without gradient privacy")
@@ -334,9 +319,10 @@ class RunResults:
             return {"features by a network trained on": about["pretraining_data"]}
         if frozen == "initial":
             check_shape(about, str(self.folder.pretraining_record), {"denoiser": bool})
-            began = {_BEGAN_WITH: about["pretraining_data"]}
-            came = {"frozen denoiser": "came with the initial weights"}
-            return began | came if about["denoiser"] else began
+            parts = {_BEGAN_WITH: about["pretraining_data"]}
+            return parts | (
+                {"frozen denoiser": "came with the initial weights"} if about["denoiser"] else {}
+            )
         trained = "denoiser" if frozen == "classifier" else "classifier"
         pretraining_data = {
             f"{trained} trained on": f"the private records of {self.recipe.data.name}, in this run",
@@ -354,42 +340,33 @@ class RunResults:
         """
         if not (self.plan.steps and self.plan.step(0).noise_multiplier):
             return ""
-        return weakest([self.training_summary.get("independence", SCREENED)])
+        level: str = self.training_summary.get("independence", SCREENED)
+        return level
 
     @property
     def assumptions(self) -> list[str]:
         """Return the assumptions of the guarantee that dpdist cannot check, a list of str."""
-        about = (
-            read_json(self.folder.pretraining_record)
-            if self.folder.pretraining_record.exists()
-            else {}
-        )
+        recipe, record = self.recipe, self.folder.pretraining_record
         lines = [] if self.plan.trained_elsewhere else [ROWS_MADE_ALONE]
-        lines += [about["assumed"]] if about.get("assumed") else []
-        lines += (
-            [line for line in self.search.assumptions if line not in lines] if self.search else []
-        )
-        lines += self.recipe.data.unverified_assumptions + self.recipe.method.assumptions(
-            self.recipe
-        )
+        if record.exists() and (assumed := read_json(record).get("assumed")):
+            lines.append(assumed)
+        if self.search:
+            lines += [line for line in self.search.assumptions if line not in lines]
+        lines += recipe.data.unverified_assumptions + recipe.method.assumptions(recipe)
         if self.record_independence == SCREENED:
-            lines.append("the model and the loss treat each record alone")
+            lines.append("the model and the loss treat each record independently")
         if self.record_independence and "draws" in (self.training_summary.get("rounding") or {}):
             lines.append(DRAWS_BY_ROW)
-        recipe = self.recipe
         own_code = recipe.by_script or recipe.training.own_loss or ":" in recipe.model.name
         if own_code and not self.plan.trained_elsewhere:
-            lines.append(KEEPS_NOTHING)
-        if self.recipe.by_script is not None:
-            lines += self.recipe.by_script.assumed
+            lines.append(_STATELESS)
+        if recipe.by_script is not None:
+            lines += recipe.by_script.assumed
         lines += self.ledger.post_processed
-        stated = self.plan.assumptions
-        lines += [
-            line for line in self.recipe.stage_assumptions(self.plan)
-            if line not in lines and line not in stated
-        ]  # fmt: skip
-        if ":" in self.recipe.method.name:  # a class from elsewhere
-            lines.append(f"method {self.recipe.method.name} costs what its class says")
+        known = [*lines, *self.plan.assumptions]
+        lines += [line for line in recipe.stage_assumptions(self.plan) if line not in known]
+        if ":" in recipe.method.name:  # a user's class
+            lines.append(f"the class {recipe.method.name} states its privacy cost correctly")
         return lines
 
     def privacy_card(self) -> dict[str, Any]:
@@ -402,7 +379,7 @@ class RunResults:
         notes = ["Hyper-parameters chosen by looking at private results are not counted."]
         searched = {}
         if self.search is not None:
-            notes = ["The search over the fields named is counted; any other choice is not."]
+            notes = ["The search over the listed fields is counted, and no other choice."]
             searched = {"searched": str(self.search)}
         if self.budget_problem:
             notes.append(f"All runs on this data set: {self.budget_problem}.")
@@ -412,11 +389,12 @@ class RunResults:
             notes.append(f"Nothing is proved about training records: {self.unproved_reason}.")
         notes += [*_step_notes(self), *_own_code(self)]
         if self.claim is not None:
-            notes.append(f"Claimed by the paper, not the guarantee: {self.claim.summary_line}.")
+            notes.append(f"Claimed by the paper, not guaranteed: {self.claim.summary_line}.")
         notes += [f"{name[0].upper()}{name[1:]}: {value}." for name, value in self.reported_values]
         if self.canary_notice is not None:
             notes.append(f"Audited run: {self.canary_notice}.")
         notes += [f"Audited ({audited.kind}): {audited.summary_line}." for audited in self.audits]
+        summary, elsewhere = self.training_summary, self.plan.trained_elsewhere
         return build_card(
             plan,
             self.account.card_ledger,
@@ -427,15 +405,9 @@ class RunResults:
             assumptions=self.assumptions,
             notes=notes,
             extra={
-                "training data": (
-                    UNKNOWN_DATA if self.plan.trained_elsewhere else self.recipe.data.name
-                ),
+                "training data": UNKNOWN_DATA if elsewhere else self.recipe.data.name,
                 "model": self.recipe.model.display_name,
-                **(
-                    {"model hash": self.training_summary["model"]}
-                    if "model" in self.training_summary
-                    else {}
-                ),
+                **({"model hash": summary["model"]} if "model" in summary else {}),
                 "method": self.recipe.method.name,
                 **self.training_data_by_part,
                 **_frozen_parameters(self),
@@ -448,7 +420,7 @@ class RunResults:
 
     @property
     def accuracy(self) -> float | None:
-        """Return the fraction of test inputs that are answered correctly, a float in [0, 1].
+        """Return the fraction of test inputs that are classified correctly, a float in [0, 1].
 
         None if it was not measured, or if records have no class: see `measures`.
         """
@@ -462,13 +434,13 @@ class RunResults:
         was measured.
         """
         measured, kind = (self.evaluation or {}).get("measures", {}), self.recipe.data.targets
-        found = {name: measured[name] for name in MEASURES.get(kind, ()) if name in measured}
-        shares = kind == "labels"
-        return {
-            name: "not finite" if value is None
-            else f"{format_percent(value)} %" if shares else f"{value:.4g}"
-            for name, value in found.items()
-        }  # fmt: skip
+
+        def text(value: float | None) -> str:
+            if value is None:
+                return "not finite"
+            return f"{format_percent(value)} %" if kind == "labels" else f"{value:.4g}"
+
+        return {name: text(measured[name]) for name in MEASURES.get(kind, ()) if name in measured}
 
     @property
     def next_token_count(self) -> int | None:
@@ -479,16 +451,14 @@ class RunResults:
     def evaluation_scope(self) -> str:
         """Return the number and the source of the test inputs, a str like "360 (digits, test".
 
-        Its parenthesis is left open, so that callers can add to it. It fails for a run without an
+        The parenthesis is left open, so that callers can add to it. It fails for a run without an
         evaluation.
         """
         about = self.evaluation or {}
         inputs, data = f"{about['inputs']:,}", f"({about['data']}"
-        return (
-            f"{inputs} {data}"
-            if self.next_token_count is None
-            else f"{self.next_token_count:,} next tokens of {inputs} documents {data}"
-        )
+        if self.next_token_count is None:
+            return f"{inputs} {data}"
+        return f"{self.next_token_count:,} next tokens of {inputs} documents {data}"
 
     def rows(self) -> list[Row]:
         """Return the results that every command, page and card shows, a list of `Row`.
@@ -518,11 +488,7 @@ class RunResults:
         return [(row.name, row.text) for row in self.rows()]
 
     def __repr__(self) -> str:
-        """Return all rows.
-
-        A notebook is handed around, and the files of a run hold more, such as the duration
-        of a training, which may be secret.
-        """
+        """Return all rows, and not the fields, which may contain secrets such as a duration."""
         return format_table(self.rows(), _caption(self))
 
     def __str__(self) -> str:
@@ -535,9 +501,9 @@ class RunResults:
 
 
 def _began_with(facts: RunResults) -> dict[str, str]:
-    """Return the runs that a script began with, each with its own guarantee."""
-    said = "; ".join(each.stated for each in facts.recipe.stages)
-    return {_BEGAN_WITH: f"private records, in run {said}"} if said else {}
+    """Return the runs that a script started from, each with its own guarantee."""
+    stated = "; ".join(each.stated for each in facts.recipe.stages)
+    return {_BEGAN_WITH: f"private records, in run {stated}"} if stated else {}
 
 
 def _frozen_parameters(facts: RunResults) -> dict[str, str]:
@@ -549,27 +515,20 @@ def _steps_taken(facts: RunResults) -> dict[str, str]:
     taken = facts.training_summary.get("steps_taken")
     if taken is None or facts.is_duration_secret:
         return {}
-    return {"stopped": f"after {taken:,} of {facts.plan.steps:,} steps; all are charged"}
-
-
-def _rounding_note(facts: RunResults) -> str:
-    """Return what the guarantee assumes of floating point."""
-    resources = facts.recipe.resources
-    measured = facts.training_summary["rounding"]
-    return describe_rounding(
-        resources.rounding, resources.micro_batch,
-        measured["precision"], measured.get("moves"),
-        facts.recipe.privacy.nominal_records is not None,
-    )  # fmt: skip
+    return {"stopped": f"after {taken:,} of {facts.plan.steps:,} steps; epsilon counts all of them"}
 
 
 def _step_notes(facts: RunResults) -> list[str]:
-    """Notes on what bounds a record's part in a step."""
-    notes = []
+    """Return notes on how a record's contribution to a step is bounded."""
+    notes, resources = [], facts.recipe.resources
     if how := facts.record_independence:
         notes.append(f"Record independence of the model: {how} ({INDEPENDENCE[how]}).")
-        if facts.training_summary.get("rounding"):
-            notes.append(_rounding_note(facts))
+        if measured := facts.training_summary.get("rounding"):
+            nominal = facts.recipe.privacy.nominal_records is not None
+            change = measured["precision"], measured.get("moves")
+            notes.append(
+                describe_rounding(resources.rounding, resources.micro_batch, *change, nominal)
+            )
     if facts.plan.relies_on_clipping and (rule := facts.recipe.privacy.clipping_description):
         notes.append(f"Clipping: {rule}.")
     return notes
@@ -579,31 +538,31 @@ def _score_rows(facts: RunResults) -> list[tuple[str, str]]:
     """Return a row about a script's scores on held-out private records, if it has any."""
     if (score := facts.recipe.score) is None:
         return []
-    said = (
+    text = (
         f"every {score.every:,} steps, {score.value} on {score.records:,} held-out "
         f"{facts.plan.counted}, noise {score.noise:.4g} on their sum; epsilon covers them"
     )
-    return [("private scores", said)]
+    return [("private scores", text)]
 
 
 def _own_code(facts: RunResults) -> list[str]:
-    """Notes on code of the user's that made the model."""
+    """Return notes on the user's code that trained the model."""
     notes = []
     if ":" in facts.recipe.model.name:
-        notes.append(f"Custom model: {facts.recipe.model.name}, no architecture of dpdist's.")
+        notes.append(f"Custom model: {facts.recipe.model.name}, the user's code.")
     if (own := facts.recipe.by_script) is not None:
         notes.append(
-            f"Trained in a loop of its own, code of the user: {own.model}, {own.optimizer}, "
-            f"loss {own.loss}. No command repeats the training."
+            f"Trained in a custom loop, the user's code: {own.model}, {own.optimizer}, loss "
+            f"{own.loss}. Commands cannot repeat the training."
         )
         notes += [f"Replaced: {line}." for line in own.replaced]
         if own.unused:
             notes.append(
-                f"Not trained, as the loss does not depend on it: {', '.join(own.unused)}."
+                f"Not trained, since the loss does not depend on it: {', '.join(own.unused)}."
             )
-        notes += [f"Private scores: {said}." for _, said in _score_rows(facts)]
+        notes += [f"Private scores: {text}." for _, text in _score_rows(facts)]
     elif facts.recipe.training.own_loss:
-        notes.append(f"Custom loss: {facts.recipe.training.loss}, no loss of dpdist's.")
+        notes.append(f"Custom loss: {facts.recipe.training.loss}, the user's code.")
     return notes
 
 
@@ -616,16 +575,16 @@ def _privacy_rows(facts: RunResults) -> list[Row]:
         rows.append(Row("guarantee", statement))
     if facts.claim is not None:
         rows.append(Row("claimed, not proved", facts.claim.summary_line, brief=True))
-    told = (*facts.training_data_by_part.items(), *facts.reported_values)
-    rows += [Row(*pair, brief=True) for pair in told]
+    pairs = (*facts.training_data_by_part.items(), *facts.reported_values)
+    rows += [Row(*pair, brief=True) for pair in pairs]
     if facts.search is not None:
         rows.append(Row("private search", str(facts.search)))
         values = facts.search.values_of(facts.recipe)
         chosen = ", ".join(f"{field} {_format_value(value)}" for field, value in values.items())
         rows.append(Row("chosen", chosen, brief=True))
     if (total := facts.data_set_guarantee) is not None:
-        said = f"epsilon = {format_epsilon(total.epsilon)} ({total.source})"
-        rows.append(Row("data set", said, brief=True))
+        text = f"epsilon = {format_epsilon(total.epsilon)} ({total.source})"
+        rows.append(Row("data set", text, brief=True))
     if facts.budget_problem:
         rows.append(Row("data set", facts.budget_problem, brief=True))
     return rows
@@ -635,8 +594,7 @@ def _accuracy_rows(facts: RunResults) -> list[Row]:
     about = facts.evaluation
     if about is None:
         return []
-    rows, scope = list[Row](), f"on {facts.evaluation_scope})"
-    # A run whose answers alone leave it keeps no model.
+    # A run that releases only answers keeps no model.
     kept = (facts.folder.model_folder / "model.json").exists()
     unit = "images" if kept and len(facts.input_shape) == 3 else "inputs"
     of_tokens = {}
@@ -644,7 +602,7 @@ def _accuracy_rows(facts: RunResults) -> list[Row]:
         names = ("next_tokens", "perplexity", "base_perplexity")
         of_tokens = {name: about.get(name) for name in names}
     of_classes = [inputs for inputs, _ in about.get("by_class", [])]
-    rows += accuracy_rows(
+    rows = accuracy_rows(
         facts.accuracy,
         about["inputs"],
         unit,
@@ -652,8 +610,8 @@ def _accuracy_rows(facts: RunResults) -> list[Row]:
         metrics=about.get("metrics"),
         commonest=max(of_classes, default=0),
     )
-    rows += [Row(name, f"{said} {scope}", brief=True) for name, said in facts.measures.items()]
-    return rows
+    measures = ((name, f"{v} on {facts.evaluation_scope})") for name, v in facts.measures.items())
+    return [*rows, *(Row(*measure, brief=True) for measure in measures)]
 
 
 def _detail_rows(facts: RunResults) -> list[Row]:
@@ -664,7 +622,7 @@ def _detail_rows(facts: RunResults) -> list[Row]:
         rows.append(Row("layers without a rule", ", ".join(layers)))
     if facts.evaluation is not None:
         draws = facts.evaluation.get("noise_draws")
-        how = f", mean scores of {draws} draws of its noise" if draws else ""
+        how = f", mean scores over {draws} samples of its noise" if draws else ""
         rows.append(Row("test data", f"{facts.evaluation_scope}{how})"))
     for table in facts.tables:
         rows += statistics.input_rows(table)
@@ -677,7 +635,7 @@ def _caption(facts: RunResults) -> str:
 
 
 def load_results(folder: RunFolder | str | Path) -> RunResults:
-    """Read what a finished run proves, measured and certified.
+    """Return the results of a finished run.
 
     Args:
         folder: the run's folder, or its name under runs/.
@@ -703,9 +661,9 @@ def load_results(folder: RunFolder | str | Path) -> RunResults:
 
 
 def read_stage(folder: RunFolder) -> Stage:
-    """Return what a later run states of this one, whose weights it begins with.
+    """Return what a later run that starts from this run's weights states about it.
 
-    Of a run that is not finished, its whole plan counts. Raises UserError as `load_results` does.
+    An unfinished run counts with its whole plan. Raises UserError as `load_results` does.
     """
     summary = folder.training_summary
     facts = _read_facts(folder, read_json(summary) if summary.exists() else {})
@@ -715,49 +673,45 @@ def read_stage(folder: RunFolder) -> Stage:
 
 
 def stage_of_card(card: Mapping[str, Any], name: str, places: list[str]) -> Stage:
-    """Return what a later run states of the run or release that a privacy card is about."""
+    """Return what a later run states about the run or release of a privacy card."""
     guarantee = card["guarantee"]
     return Stage(
-        name=name, places=places, plan=card["accounted"], unit=card["unit"], guarantee=guarantee,
+        name=name,
+        places=places,
+        plan=card["accounted"],
+        unit=card["unit"],
+        guarantee=guarantee,
         fixed_key=not card["private"] and math.isfinite(float(guarantee["epsilon"])),
         assumed=card["assumptions"],
-    )  # fmt: skip
+    )
 
 
 def _read_facts(folder: RunFolder, trained: dict[str, Any]) -> RunResults:
-    """Return the facts of a run. trained: its private/trained.json; {} where it is not finished."""
+    """Return the results of a run. trained: its private/trained.json; {} before it is finished."""
     recipe = folder.read_recipe()
     account = read_account(folder, recipe, finished=bool(trained))
     if account.search is None and trained:  # a search keeps its durations secret
         check_shape(trained, str(folder.training_summary), {"seconds": float})
     if trained and recipe.method.capabilities.not_releasable_reason is None:
         check_shape(trained, str(folder.training_summary), {"model": str})
-    evaluation = None
-    if folder.evaluation.exists():
-        evaluation = read_json(folder.evaluation)
+    evaluation = read_json(folder.evaluation) if folder.evaluation.exists() else None
     tables = [table_reader.read(path) for path in sorted(folder.certificates.glob(_TABLES))]
     public = [kind for kind in registry.EVALUATIONS if not kind.private]
     evaluations = {kind: kind.read_all(folder) for kind in public}
-    found = [each for some in evaluations.values() for each in some if hasattr(each, "model")]
-    checks = evaluations[CheckSettings]
+    models = [(table.path, table.job_record.get("model")) for table in tables]
+    models += [(one["path"], one["model"]) for one in evaluations[CheckSettings]]
+    for some in evaluations.values():
+        models += [(one.path, one.model) for one in some if hasattr(one, "model")]
     if evaluation is not None:
-        _check_same_model(trained, [(folder.evaluation, evaluation.get("model"))])
-    _check_same_model(trained, [(t.path, t.job_record.get("model")) for t in tables])
-    _check_same_model(trained, [(each.path, each.model) for each in found])
-    _check_same_model(trained, [(each["path"], each["model"]) for each in checks])
-    return RunResults(folder, recipe, account, trained, evaluation, tables, evaluations)
-
-
-def _check_same_model(trained: dict[str, Any], results: list[tuple[Path, str | None]]) -> None:
-    """Raise UserError for results of another model than the run's; None where it never leaves."""
-    own = trained.get("model")
-    for path, model in results:
-        if model != own:
-            alone = (path.parent / "run.json").exists()
+        models.append((folder.evaluation, evaluation.get("model")))
+    for path, model in models:
+        if model != trained.get("model"):
+            stale = path if (path.parent / "run.json").exists() else path.parent
             raise UserError(
-                f"{path}: of another model than this run's (it comes from another run, or the run "
-                f"was trained anew); remove {path if alone else path.parent}"
+                f"{path}: must be of this run's model, got a different one (it comes from a "
+                f"different run, or the run was trained again); remove {stale}"
             )
+    return RunResults(folder, recipe, account, trained, evaluation, tables, evaluations)
 
 
 def _format_value(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The technical file of a run: what it holds under the headings that regulators ask for.
+"""Write the technical file of a run: its facts under the headings that regulators require.
 
 Annex IV of Regulation (EU) 2024/1689 (technical documentation of a high-risk AI system) and
 Article 35(7) of Regulation (EU) 2016/679 (data-protection impact assessment).
@@ -27,8 +27,8 @@ _STATED_ELSEWHERE = ("verdict", "privacy", "guarantee", "training", "data set", 
 def technical_file(facts: RunResults) -> str:
     """Return the technical file of a run as Markdown.
 
-    Guarantee: it states only what the report and the privacy card state. A point of which they hold
-    nothing, or a part, is marked as to be written by the provider.
+    Guarantee: it states only what the report and the privacy card state. Points that they do not
+    cover, or only in part, are marked as to be written by the provider.
     """
     card = facts.privacy_card()
     rows = [f"kind: {shown_kind(card['guarantee']['kind'])}"]
@@ -50,7 +50,7 @@ def technical_file(facts: RunResults) -> str:
         counted="users" if "user" in card["guarantee"] else "records",
         unknown=no_epsilon(card),
         costs=rows,
-        total="not stated by the card" if total is None else str(total),
+        total="not stated" if total is None else str(total),
         pretrained=[f"{k}: {v}" for k, v in extra.items() if "trained on" in k or k == "frozen"],
         measured=[
             f"{row.title}: {row.text}" for row in facts.rows() if row.name not in _STATED_ELSEWHERE
@@ -64,7 +64,7 @@ def technical_file(facts: RunResults) -> str:
 
 
 def write_technical_file(folder: RunFolder) -> Path:
-    """Write report/technical-file.md of a trained run; return its path."""
+    """Write report/technical-file.md of a trained run, and return its path."""
     path = folder.report_file.parent / "technical-file.md"
     path.parent.mkdir(exist_ok=True)
     write_atomic(path, technical_file(load_results(folder)))

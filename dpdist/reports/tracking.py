@@ -1,9 +1,9 @@
-"""Send the publishable figures of a run to TensorBoard, MLflow and W&B, and no others.
+"""Send the publishable results of a run to TensorBoard, MLflow and W&B, and no others.
 
-A tracker is handed around, shared and kept: its content has been released. So it takes epsilon
-against step, scores on named test data and certified accuracy, by name, and refuses the rest.
-Training loss, gradient norms or batch sizes are made of private records and are paid for by
-nothing. Nor does it see when a step was made: all is written once the run has finished.
+The content of a tracker counts as released. So it gets epsilon by step, scores on named test data
+and certified accuracy. Training loss, gradient norms and batch sizes depend on private records, and
+epsilon does not cover them. All results are sent after the run, so that the times of steps stay
+hidden.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MEASURED = [name.replace(" ", "_") for names in MEASURES.values() for name in n
 _PUBLISHABLE_NAME = re.compile(
     rf"privacy/(epsilon|delta)|test/(accuracy|cross_entropy|{'|'.join(_MEASURED)})"
     r"|certified/[^/]+/[^/]+"
-    # Of a script: released by its steps, or measured on public records.
+    # a script's values that its steps release, or that are measured on public records
     r"|training/(learning_rate|noisy_norm|score|eval_\w+)"
 )
 
@@ -38,37 +38,41 @@ Close = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Tracker:
-    """The one way to a tracking library: what writes a figure there, and what ends it."""
+    """The only way to a tracking library: its function that writes a value, and that closes it."""
 
     write: Write
     close: Close
 
     def log(self, name: str, value: float, step: int) -> None:
-        """Write a figure. Raises UserError for one that may not be published. One that is not
-        finite is left out, since not all backends can hold it."""
+        """Write a value, unless it is not finite, which some backends cannot store.
+
+        Raises UserError for a value that must not be published.
+        """
         if not _PUBLISHABLE_NAME.fullmatch(name):
             raise UserError(
                 f"{name}: must be a score on named test data (test/accuracy, test/cross_entropy), "
                 "certified/TABLE/RADIUS, privacy/epsilon or privacy/delta: a tracker receives what "
-                "may be published, and whatever else a training measures is private",
+                "may be published, and other values of a training are private",
                 see="how-to/own-data.md#for-other-programs",
             )
         if math.isfinite(value):
             self.write(name, float(value), int(step))
 
     def log_run(self, facts: RunResults) -> None:
-        """Everything of a finished run that may be published."""
+        """Write all publishable values of a finished run, and close the tracker."""
         for name, value, step in iter_metrics(facts):
             self.log(name, value, step)
         self.close()
 
 
 def iter_metrics(facts: RunResults) -> Iterator[tuple[str, float, int]]:
-    """Name, value and step. Of a run that a search chose, epsilon is that of the whole search;
-    of one that began with others, that of all of them."""
+    """Yield name, value and step.
+
+    Epsilon covers the search that chose a run, and the runs that it started from.
+    """
     steps, proved = facts.plan.steps, facts.guarantee
-    alone = facts.search is None and not facts.recipe.stages
-    if alone and not facts.has_fixed_key and math.isfinite(proved.epsilon):
+    single = facts.search is None and not facts.recipe.stages
+    if single and not facts.has_fixed_key and math.isfinite(proved.epsilon):
         for step, epsilon in facts.plan.epsilon_curve()[:-1]:
             yield "privacy/epsilon", epsilon, step
     if not facts.has_fixed_key:
@@ -88,36 +92,44 @@ def iter_metrics(facts: RunResults) -> Iterator[tuple[str, float, int]]:
 
 
 def _tensorboard(module: Any, location: str, run: str) -> tuple[Write, Close]:
-    """Event files in the folder PLACE/RUN."""
+    """Return functions that write event files in the folder PLACE/RUN."""
     writer = module.SummaryWriter(f"{location}/{run}")
     return writer.add_scalar, writer.close
 
 
 def _mlflow(module: Any, location: str, run: str) -> tuple[Write, Close]:
-    """A run of that name on the tracking server, or in the folder, PLACE."""
+    """Return functions that write a run on the tracking server, or in the folder, PLACE."""
     module.set_tracking_uri(location)
     module.start_run(run_name=run)
     return lambda name, value, step: module.log_metric(name, value, step=step), module.end_run
 
 
 def _wandb(module: Any, location: str, run: str) -> tuple[Write, Close]:
-    """A run of that name in the project PLACE, or ENTITY/PROJECT, of Weights & Biases.
+    """Return functions that write a run in the project PLACE, or ENTITY/PROJECT, of W&B.
 
     WANDB_MODE=offline keeps it on this machine. What the library would send by itself (command
-    line, console, code, machine and its load) is no published figure, and is turned off.
+    line, console, code, machine and its load) is turned off.
     """
     entity, _, project = location.rpartition("/")
-    closed = module.Settings(
-        console="off", save_code=False, disable_code=True, disable_git=True,
-        disable_job_creation=True, x_disable_meta=True, x_disable_stats=True,
-        x_disable_machine_info=True, x_save_requirements=False, program="dpdist", host="",
+    settings = module.Settings(
+        console="off",
+        save_code=False,
+        disable_code=True,
+        disable_git=True,
+        disable_job_creation=True,
+        x_disable_meta=True,
+        x_disable_stats=True,
+        x_disable_machine_info=True,
+        x_save_requirements=False,
+        program="dpdist",
+        host="",
         silent=True,
-    )  # fmt: skip
-    own = module.init(project=project, entity=entity or None, name=run, settings=closed)
+    )
+    own = module.init(project=project, entity=entity or None, name=run, settings=settings)
     return lambda name, value, step: own.log({name: value}, step=step), own.finish
 
 
-# Kind, which is the name of the extra too -> its library, and what writes with it.
+# The kind is also the name of the extra; each has its library, and a function that opens it.
 BACKENDS: Mapping[str, tuple[str, Callable[[Any, str, str], tuple[Write, Close]]]] = {
     "tensorboard": ("tensorboardX", _tensorboard),
     "mlflow": ("mlflow", _mlflow),
@@ -126,31 +138,30 @@ BACKENDS: Mapping[str, tuple[str, Callable[[Any, str, str], tuple[Write, Close]]
 
 
 def check_tracker_address(address: str) -> Any:
-    """The library for KIND:PLACE, such as tensorboard:logs. Raises UserError for another kind, and
-    where it is not installed."""
+    """Return the library for KIND:PLACE, such as tensorboard:logs.
+
+    Raises UserError for an unknown kind, and if the library is not installed.
+    """
     kind, _, place = address.partition(":")
     if kind not in BACKENDS or not place:
-        *others, last = (f"{name}:PLACE" for name in BACKENDS)
-        kinds = f"{', '.join(others)} or {last}"
-        raise UserError(f"--log: must be {kinds}, got {address!r}")
+        kinds = ", ".join(f"{name}:PLACE" for name in BACKENDS)
+        raise UserError(f"--log: must be one of {kinds}, got {address!r}")
     return import_extra(BACKENDS[kind][0], kind, "--log")
 
 
 def open_tracker(address: str, run: str) -> Tracker:
-    """Return the writer of a run's figures at the address. Raises as `check_tracker_address`."""
+    """Return the tracker at the address. Raises as `check_tracker_address`."""
     library, (kind, _, place) = check_tracker_address(address), address.partition(":")
     return Tracker(*BACKENDS[kind][1](library, place, run))
 
 
 def check_script_tracker(tracker: str, folder: RunFolder) -> str:
-    """Return the address KIND:PLACE of a script's tracker, of which the kind may be given alone.
+    """Return the address KIND:PLACE of a script's tracker, which may be given as KIND.
 
-    Raises UserError for another kind, and where its library is not installed.
+    Raises UserError for an unknown kind, and if its library is not installed.
     """
-    beside = folder.path.parent
-    places = {
-        "tensorboard": beside / "tensorboard", "mlflow": beside / "mlruns", "wandb": beside.name,
-    }  # fmt: skip
+    runs = folder.path.parent
+    places = {"tensorboard": runs / "tensorboard", "mlflow": runs / "mlruns", "wandb": runs.name}
     address = f"{tracker}:{places[tracker]}" if tracker in places else tracker
     try:
         check_tracker_address(address)
@@ -162,7 +173,7 @@ def check_script_tracker(tracker: str, folder: RunFolder) -> str:
 def track_script(
     folder: RunFolder, addresses: Sequence[str], history: Mapping[str, Sequence[Any]]
 ) -> None:
-    """Give a finished script's released values to each tracker: its history, and those of a run."""
+    """Send the history and the results of a finished script's run to each tracker."""
     from dpdist.reports.results import load_results
 
     facts = load_results(folder)
@@ -176,10 +187,10 @@ def track_script(
 
 
 def track_run(folder: RunFolder, addresses: Sequence[str]) -> None:
-    """Give everything of a finished run that may be published to each of the addresses.
+    """Send all publishable results of a finished run to each of the addresses.
 
-    Trackers keep when they were told: whoever asks chose the day. Raises UserError, before anything
-    is written, as `check_tracker_address` and where the run has not finished.
+    Trackers store the time, which the user chose by calling this. Raises UserError, before anything
+    is sent, as `check_tracker_address` and if the run has not finished.
     """
     for address in addresses:
         check_tracker_address(address)

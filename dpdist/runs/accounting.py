@@ -1,9 +1,9 @@
-"""Read what a run costs: its releases, the search that chose it, and all runs on its data.
+"""Compute the privacy cost of a run: its releases, the search that chose it, all runs on its data.
 
-A run is accounted by its ledger: the plan's phases with their real counts, restarts included. Of a
-private search that chose the run, the terms are made again from what was asked for and from what a
-trial may cost; its trials are read only where their number is fixed, so that all of them are paid
-for. Readers of results (`dpdist.reports`) take every number from here.
+A run is accounted from its ledger: the plan's phases with their actual counts, including restarts.
+If a private search chose the run, its terms are rebuilt from the search recipe and the plan of a
+trial; its trials are read only if their number is fixed, since epsilon then covers all of them.
+Readers of results (`dpdist.reports`) take every number from here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dpdist.runs.recipe import Recipe
 # --- the terms of a private search ------------------------------------------------------------
 
 
-# what else it says is made again
+# other keys are rebuilt from the search recipe
 _SEARCH_RECORD_SHAPE = {"plan": dict, "charge": str, "assumed": list}
 
 
@@ -42,8 +42,8 @@ class PublishedTrial(FileShape):
         noise_multiplier: Noise multiplier of the trial's training.
         scores: Scores at its rungs. Scores on private records are noisy counts, divided by a public
             number of held-out records.
-        failed: Why the trial does not count; null where it does.
-        chosen: Whether the run is this trial's.
+        failed: Why the trial does not count; null if it does.
+        chosen: Whether the search chose this trial.
     """
 
     values: Keys
@@ -57,11 +57,11 @@ class PublishedTrial(FileShape):
 class SearchTerms:
     """The terms of a private search.
 
-    plan: of training and search together. fields: the searched fields. num_trials: of the number of
-    trials. one_training_epsilon: epsilon of one training with the same noise. charge_id: id in the
-    budget. assumptions: of the public parts that trials may have begun with, and of a function that
-    built them. trials: all of them where their number is fixed, else none. chosen: the winner's
-    values of a search over a function, which no recipe says.
+    plan: that of training and search together. fields: the searched fields. num_trials: the
+    distribution of the number of trials. one_training_epsilon: epsilon of one training with the
+    same noise. charge_id: id in the budget. assumptions: about public parts that trials started
+    from, and about a function that built them. trials: all of them if their number is fixed, else
+    empty. chosen: the winner's values in a search over a function, which no recipe has.
     """
 
     plan: PrivacyPlan
@@ -76,16 +76,11 @@ class SearchTerms:
     chosen: dict[str, Any] | None = None
 
     def values_of(self, winner: Recipe) -> dict[str, Any]:
-        """Return the searched fields of the winner's recipe, or the values of a function's."""
+        """Return the winner's values of the searched fields, from its recipe or `chosen`."""
+        if self.chosen is not None:
+            return {field: self.chosen.get(field) for field in self.fields}
         recipe = winner.model_dump(mode="json")
-
-        def value_of(field: str) -> Any:
-            return reduce(operator.getitem, field.split("."), recipe)
-
-        return {
-            field: value_of(field) if self.chosen is None else self.chosen.get(field)
-            for field in self.fields
-        }
+        return {field: reduce(operator.getitem, field.split("."), recipe) for field in self.fields}
 
     def __str__(self) -> str:
         return (
@@ -96,31 +91,29 @@ class SearchTerms:
 
 
 def read_search(folder: RunFolder) -> SearchTerms | None:
-    """Return the terms of the search that chose this run; None for a run that no search chose.
+    """Return the terms of the search that chose this run; None if no search chose it.
 
-    Raises UserError for one of its trials, and when they are lost: the ledger alone would prove too
-    small an epsilon, that of one trial.
+    Raises UserError for a trial of a search, and if the terms are lost: from the ledger only, a too
+    small epsilon would be stated, that of one trial.
     """
     if (whole := folder.parent_run) is not None:
         raise UserError(
-            f"{folder.path}: is part of run {whole.name}, and nothing is stated or released of it "
-            f"alone: it is paid for together with all else that was tried; name {whole.path}",
+            f"{folder.path}: is a trial of run {whole.name}; its epsilon cannot be stated, since "
+            f"it covers the whole search: use {whole.path}",
             see="explanation/tuning.md#which-rules-make-it-true",
         )
     if not folder.search_record.exists():
         if folder.search_recipe_file.exists():
             raise UserError(
-                f"{folder.search_record}: missing: a search chose this run, and epsilon cannot be "
-                "stated without what the search cost; bring it back"
+                f"{folder.search_record}: is missing: a search chose this run, and epsilon must "
+                "cover the search; restore the file"
             )
         return None
     record = read_json(folder.search_record, _SEARCH_RECORD_SHAPE)
     fixed = folder.read_search_terms()
     tune = folder.read_search_recipe().tune
     if tune is None:
-        raise UserError(
-            f"{folder.search_recipe_file}: tune: must be the section of the search, got none"
-        )
+        raise UserError(f"{folder.search_recipe_file}: tune: must be given")
     trial = parse_plan(fixed["trial"], f"{folder.search_terms}: trial")
     plan = parse_plan(record["plan"], f"{folder.search_record}: plan")
     return SearchTerms(
@@ -143,9 +136,8 @@ def _parse_trials(rows: Any, tune: TuneRecipe, path: Path) -> tuple[PublishedTri
     """Return the trials in a file. Raises UserError."""
     if not isinstance(rows, list) or len(rows) != tune.num_trials.runs:
         raise UserError(
-            f"{path}: damaged: must hold the {tune.num_trials.runs:,} trials of the search; put "
-            "back the "
-            "file that the search wrote"
+            f"{path}: trials: must be the {tune.num_trials.runs:,} trials of the search; restore "
+            "the file that the search wrote"
         )
     return tuple(
         PublishedTrial.parse(row if isinstance(row, dict) else {}, f"{path}: trial {number}")
@@ -158,12 +150,12 @@ def _parse_trials(rows: Any, tune: TuneRecipe, path: Path) -> tuple[PublishedTri
 
 @dataclass(frozen=True)
 class RunAccount:
-    """Hold the plan, the releases and the guarantee of a run.
+    """The plan, the releases and the guarantee of a run.
 
-    plan: that was executed. ledger: of its releases. search: terms of the search that chose it.
-    guarantee: of all that counts. whole: the plan that the privacy card states, and `card_ledger`
-    what was released of it; None where all of it counts. data_set: the guarantee of all runs on
-    the data set; None without a budget, or where the budget has lost this run.
+    plan: the executed plan. ledger: its releases. search: terms of the search that chose the run.
+    guarantee: that of everything that counts. whole: the plan that the privacy card states.
+    card_ledger: the releases of `whole`; None if all of it counts. data_set: the guarantee of all
+    runs on the data set; None without a budget, or if the budget has lost this run.
     """
 
     plan: PrivacyPlan
@@ -176,9 +168,9 @@ class RunAccount:
 
 
 def read_account(folder: RunFolder, recipe: Recipe, finished: bool) -> RunAccount:
-    """Return what a run costs; of one that is not finished, all that it may yet release counts.
+    """Return the privacy cost of a run; an unfinished run counts with its whole plan.
 
-    Raises UserError where a file is damaged or lost.
+    Raises UserError if a file is damaged or lost.
     """
     search, by_run = read_search(folder), read_verified_ledger(folder)
     plan, ledger = by_run.plan, by_run.ledger
@@ -207,7 +199,7 @@ def read_account(folder: RunFolder, recipe: Recipe, finished: bool) -> RunAccoun
 
 
 def _superseded_of_others(folder: RunFolder, winner: Ledger) -> list[Phase]:
-    """Return the re-executed releases of all other trials: their number is fixed, so all count."""
+    """Return the re-executed releases of all other trials, which count if their number is fixed."""
     found: list[Phase] = []
     trials = folder.private / "search" / "trials"
     for place in sorted(trials.iterdir()) if trials.exists() else ():
@@ -222,7 +214,7 @@ def _superseded_of_others(folder: RunFolder, winner: Ledger) -> list[Phase]:
 def _data_set_guarantee(
     recipe: Recipe, plan: PrivacyPlan, folder: RunFolder, search: SearchTerms | None
 ) -> Guarantee | None:
-    """Return the guarantee of all recorded runs on the data set, this one included, or None."""
+    """Return the guarantee of all recorded runs on the data set, including this one, or None."""
     if recipe.privacy.budget is None:
         return None
     run = run_charge_id(folder, plan) if search is None else search.charge_id
@@ -232,6 +224,6 @@ def _data_set_guarantee(
             for budget in read_budgets(recipe.privacy.budget)
             if any(charge.run == run for charge in budget.charges)
         ]
-    except ValueError as error:  # no theorem covers all that is on it
+    except ValueError as error:  # no theorem covers all of its charges
         raise UserError(f"{recipe.privacy.budget}: {error}") from error
     return max(totals, key=lambda total: total.epsilon, default=None)

@@ -1,28 +1,28 @@
-"""Copies of a run folder: an archive in an object store, and an export of its publishable files.
+"""Copy a run folder: archive it in an object store, or export its publishable files.
 
 The run folder itself stays on a file system: the ledger is appended and synced there, under a
-lock, before noise is added. The archive follows it. Without the private state it holds the
-publishable files; with it, a run can be continued from it.
+lock, before noise is added. The archive is updated after that. Without the private state it has
+only the publishable files; with it, a run can be continued from the archive.
 
     claims/00000001-TOKEN        who writes here; the highest number owns the prefix
     00000001/manifest.json       written last: every file's object, digest and size; the permit
     00000001/files/TOKEN/PATH    the files, each written whole under a new name
 
-An upload that was torn leaves the manifest before it, which is whole. A new owner claims the next
-number and lists the claims: an owner that sees another claim as high as its own gives way. An
-owner looks for higher claims after each manifest, and stops when there is one.
+An interrupted upload leaves the previous manifest, which is complete. A new owner claims the next
+number and lists the claims: an owner that sees a second claim of its own number or higher gives
+way. An owner looks for higher claims after each manifest, and stops if there is one.
 
-**What a lost folder may have released.** Its ledger knew, and the archived copy may be older. So
-the training asks for a permit: in attempt e, up to step B. The permit is in a manifest, with the
-ledger as it was then, before the first of those steps is released; until then the training waits.
-When the folder is lost, every step of e below B that the archived ledger lacks is recorded as
-released, which is never too little; and a new attempt begins, whose nonce is fresh, so that no
-noise is drawn twice. A folder that was not lost after all cannot continue: its next permit finds
-the higher claim.
+**What a lost folder may have released.** Its ledger recorded that, but the archived copy may be
+older. So the training requests a permit: in attempt e, up to step B. Before the first of those
+steps is released, a manifest stores the permit together with the ledger at that time; until then
+the training waits. If the folder is lost, every step of e below B that the archived ledger lacks
+is recorded as released, so epsilon is never too low, and a new attempt with a fresh nonce starts,
+so that no noise is drawn twice. If the folder was not lost after all, it cannot continue: its next
+permit finds the higher claim.
 
-An export brings a report home through a job's log, as text. Only the release, the certificates and
-the report leave a cluster this way; private/ and run.json stay, so that a fetched copy is never
-taken for a run that could be continued.
+An export is text in a job's log. Only the release, the certificates and the report leave a cluster
+this way; private/ and run.json stay, so that a fetched copy is never taken for a run that could be
+continued.
 """
 
 from __future__ import annotations
@@ -79,15 +79,19 @@ _LINE = 4096
 
 
 def is_publishable(path: str) -> bool:
-    """Whether a file of this path (as in `dpdist.core.files.check_relative_path`) below a run
-    folder may leave; of release/ only what `dpdist release` writes."""
+    """Return whether a file may leave; in release/, only what `dpdist release` writes may.
+
+    path: relative to a run folder, as `dpdist.core.files.check_relative_path` allows.
+    """
     top, _, below = path.partition("/")
     return top in PUBLISHABLE and (top != "release" or is_release_file(below))
 
 
 def publishable_files(folder: RunFolder) -> list[Path]:
-    """The files that may leave, relative to the run folder, sorted. What a link leads to is left
-    out, and so are released weights without their card."""
+    """Return the sorted files that may leave, relative to the run folder.
+
+    Targets of links and released weights without their card are left out.
+    """
     found, root = [], folder.path.resolve()
     for name in PUBLISHABLE:
         place = folder.path / name
@@ -102,15 +106,17 @@ def publishable_files(folder: RunFolder) -> list[Path]:
 
 
 def export_text(folder: RunFolder, limit: int = MAX_EXPORT_BYTES) -> str:
-    """The publishable files as printable text, ended by a digest. Raises UserError above `limit`
-    bytes, and when there is no such run."""
+    """Return the publishable files as printable text that ends with a digest.
+
+    Raises UserError above `limit` bytes, and if there is no such run.
+    """
     folder.check_format()
     files = publishable_files(folder)
     total = sum((folder.path / path).stat().st_size for path in files)
     if total > limit:
         raise UserError(
-            f"{folder.path}: {total / 2**20:.0f} MiB are too much for a job's log (limit "
-            f"{limit / 2**20:.0f}); copy it from the shared storage"
+            f"{folder.path}: must be at most {limit / 2**20:.0f} MiB to fit in a job's log, got "
+            f"{total / 2**20:.0f} MiB; copy it from the shared storage"
         )
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w:gz") as archive:
@@ -123,19 +129,19 @@ def export_text(folder: RunFolder, limit: int = MAX_EXPORT_BYTES) -> str:
 
 
 def unpack_export(log: str, target: Path) -> list[Path]:
-    """Write the files found in a job's log under `target`; returns their paths.
+    """Write the files exported in a job's log under `target`, and return their paths.
 
-    Raises UserError when the text is incomplete, was changed, or names a file that has no business
-    in an export; nothing is written then.
+    Raises UserError, before anything is written, if the text is incomplete or changed, or names a
+    file that must not be in an export.
     """
     try:
         body, _, tail = log.partition(_BEGIN)[2].partition(_END)
         raw = base64.b64decode("".join(body.split()), validate=True)
     except ValueError as error:
-        raise UserError(f"the job's log holds a damaged export: {error}") from error
+        raise UserError(f"the export in the job's log is damaged: {error}") from error
     digest = hashlib.blake2b(raw, digest_size=16).hexdigest()
     if not tail.startswith(f"{digest}-----"):
-        raise UserError("the job's log holds no complete export")
+        raise UserError("the job's log contains no complete export")
     try:
         with (
             tarfile.open(fileobj=io.BytesIO(raw), mode="r:gz") as archive,
@@ -144,10 +150,10 @@ def unpack_export(log: str, target: Path) -> list[Path]:
             names = archive.getnames()
             for name in names:
                 if not is_publishable(check_relative_path(name)):
-                    raise ValueError(f"it names {name!r}, which may not leave a cluster")
+                    raise ValueError(f"{name!r} must not leave a cluster")
             archive.extractall(aside, filter="data")
     except (ValueError, OSError, EOFError, tarfile.TarError, zlib.error) as error:
-        raise UserError(f"the job's log holds an export that cannot be used: {error}") from error
+        raise UserError(f"the export in the job's log cannot be used: {error}") from error
     return [target / name for name in names]
 
 
@@ -159,9 +165,9 @@ MANIFEST = "manifest.json"
 
 
 class Permit(FileShape):
-    """Leave to release, in this attempt epoch, the steps from `step` up to but not `steps`.
+    """Permission to release the steps in [step, steps) of an attempt epoch.
 
-    private/permit-asked.json and permit.json hold the one that was asked for and the granted one.
+    private/permit-asked.json is the requested permit, and private/permit.json the granted one.
 
     Attributes:
         epoch: The attempt epoch.
@@ -221,7 +227,7 @@ class Manifest(FileShape):
         run: Name of the run.
         private: Whether the private state is archived too.
         trained: Whether the training is finished.
-        permit: The granted permit; null where there is none.
+        permit: The granted permit; null without one.
         files: The archived files, by path in the run folder.
     """
 
@@ -237,7 +243,7 @@ class Manifest(FileShape):
 
 
 def read_permit(path: Path) -> Permit | None:
-    """A permit that was asked for or granted; None when there is none."""
+    """Return a requested or granted permit; None if there is no file."""
     try:
         return Permit.read(path)
     except MissingFileError:
@@ -245,20 +251,19 @@ def read_permit(path: Path) -> Permit | None:
 
 
 def newest_manifest(store: ObjectStore) -> tuple[int, Manifest]:
-    """Number and content of the newest whole manifest. Raises UserError when there is none."""
+    """Return the owner's number and the newest manifest. Raises UserError without a manifest."""
     numbers = sorted({claim_number(claim) for claim in store.list_names("claims")}, reverse=True)
     if not numbers:
-        raise UserError(f"{store.url}: there is no archive of a run")
+        raise UserError(f"{store.url}: is not the archive of a run")
     for number in numbers:
         name = f"{claim_folder(number)}/{MANIFEST}"
         try:
             raw = store.get(name)
         except ObjectNotFoundError:
             continue  # its owner never finished an upload, and so never released anything
-        manifest = decode_manifest(raw, f"{store.url}: {name}", number)
-        return number, manifest
+        return number, decode_manifest(raw, f"{store.url}: {name}", number)
     raise UserError(
-        f"{store.url}: no upload was ever finished (no manifest); there is nothing to restore"
+        f"{store.url}: no upload was finished (no manifest), so nothing can be restored"
     )
 
 
@@ -271,22 +276,23 @@ def make_claim(number: int) -> str:
 
 
 def claim_number(claim: str) -> int:
-    """The number of a claim. Raises UserError for an object that is none."""
+    """Return the number of a claim. Raises UserError for an object that is not a claim."""
     number = claim.partition("-")[0]
     if not (number.isascii() and number.isdigit() and len(number) <= 16):
-        raise UserError(f"claims/{claim!r} is no claim of an archive; remove it")
+        raise UserError(f"claims/{claim!r}: is not a claim of an archive; remove it")
     return int(number)
 
 
 def encode_manifest(body: dict[str, Any]) -> bytes:
-    """The manifest as it is stored."""
+    """Return the stored bytes of a manifest."""
     return json.dumps(body, sort_keys=True, allow_nan=False).encode()
 
 
 def decode_manifest(raw: bytes, context: str, number: int) -> Manifest:
-    """Inverse of `encode_manifest`: every name in it lies below the run's folder, or the prefix's.
+    """Return the manifest that `encode_manifest` stored, with every name in it checked.
 
-    Raises UserError when it is damaged or of a newer version.
+    Raises UserError if it is damaged, of a newer version, or names a file outside the run folder or
+    an object outside the owner's prefix.
     """
     manifest = Manifest.parse(parse_json(raw, context), context)
     try:
@@ -294,9 +300,9 @@ def decode_manifest(raw: bytes, context: str, number: int) -> Manifest:
         for path, entry in manifest.files.items():
             check_relative_path(path, "files")
             if not check_relative_path(entry.object, path).startswith(begin):
-                raise ValueError(f"{path}: its object must lie in {begin}")
+                raise ValueError(f"{path}: its object must be in {begin}")
     except ValueError as error:
-        raise UserError(f"{context} is damaged: {error}") from error
+        raise UserError(f"{context}: is damaged: {error}") from error
     return manifest
 
 
@@ -304,10 +310,10 @@ def decode_manifest(raw: bytes, context: str, number: int) -> Manifest:
 
 
 _CHECKPOINT_FILES = ("done.json", "state.safetensors")
-_RETRY_SECONDS = 600.0  # how long an archive that cannot be written is tried again
+_RETRY_SECONDS = 600.0  # for an archive that cannot be written
 _CHECKPOINTS_FOLDER = "private/checkpoints/"
 _LEDGER, _ANCHOR = "private/ledger.jsonl", "private/ledger.anchor"
-# Of private/, what a continued run does not need or must make anew.
+# Files in private/ that a continued run does not need, or must create itself.
 _NOT_ARCHIVED = {
     "ray", "ray.log", "errors.txt", "failure.json", "progress.json", "archive.json",
     "permit.json", "permit-asked.json", "stop-asked", "interrupted.json", "checkpoints",
@@ -316,40 +322,40 @@ _NOT_ARCHIVED = {
 
 
 class Archive:
-    """The archive of a run folder that owns its prefix; `claim` and `find` open it."""
+    """The archive that a run folder owns; `claim` and `find` open it."""
 
     def __init__(self, folder: RunFolder, record: dict[str, Any]) -> None:
         self.folder, self.private = folder, record["private"]
         self.store = ObjectStore(record["url"])
         self._number, self._claim = record["number"], record["claim"]
-        self._files: dict[str, StoredFile] | None = None  # unknown: another process wrote them
+        self._files: dict[str, StoredFile] | None = None  # not read yet: an earlier process's
         self._stamps: dict[str, tuple[int, int, int]] = {}
         self._checkpoint = ""
 
     @classmethod
     def find(cls, folder: RunFolder) -> Archive | None:
-        """The archive that this run folder owns, None when it has none."""
+        """Return the archive that this run folder owns; None without an archive."""
         return cls(folder, _read_archive_record(folder)) if folder.archive.exists() else None
 
     @classmethod
     def check_unclaimed(cls, folder: RunFolder, url: str | None) -> None:
-        """Raise UserError when a run that is not archived yet may not begin at this address."""
-        if url is not None and not folder.archive.exists():
-            store = ObjectStore(url)
-            if store.list_names("claims"):
-                raise UserError(
-                    f"{store.url}: holds the archive of a run already. Give each run a prefix of "
-                    "its own; if that run's folder is lost, `dpdist cluster fetch --restore "
-                    f"{store.url}` brings it back"
-                )
+        """Raise UserError if a run that is not archived yet cannot use this address."""
+        if url is None or folder.archive.exists():
+            return
+        store = ObjectStore(url)
+        if store.list_names("claims"):
+            raise UserError(
+                f"{store.url}: already contains the archive of a run. Give each run its own "
+                "prefix; if that run's folder is lost, restore it with `dpdist cluster fetch "
+                f"--restore {store.url}`"
+            )
 
     @classmethod
     def claim(cls, folder: RunFolder, url: str | None, private: bool) -> Archive | None:
-        """The archive of a run at its start; None when none is asked for.
+        """Return the archive of a run at its start; None if url is None.
 
-        Raises UserError when the prefix belongs to another run, when this run is archived elsewhere
-        or was taken over, when everybody could read private state; ClusterError when the store
-        does not answer.
+        Raises UserError if the prefix belongs to a different run, this run is archived elsewhere or
+        was taken over, or private state would be public; ClusterError if the store does not answer.
         """
         bound = folder.archive.exists()
         if not bound:
@@ -363,8 +369,8 @@ class Archive:
             raise UserError(
                 f"{folder.path}: this run is archived at {about['url']}"
                 f"{' with its private state' if about['private'] else ''}; keep resources.archive "
-                "and archive_private as they were. Only if that archive is deleted for "
-                f"good: remove {folder.archive}",
+                "and archive_private unchanged. Remove "
+                f"{folder.archive} only if that archive is permanently deleted",
                 see="how-to/cluster.md#an-archive-in-an-object-store",
             )
         if private and not about["private"]:
@@ -373,7 +379,7 @@ class Archive:
         try:
             archive._take_ownership()
         except (ClusterError, UserError):
-            if not bound:  # nothing was sent: the run is free of it, and of two both give way
+            if not bound:  # nothing was sent, so the run stays unbound; of two rivals both give way
                 with suppress(ClusterError):
                     archive.store.delete(f"claims/{archive._claim}")
                 folder.archive.unlink()
@@ -381,14 +387,15 @@ class Archive:
         return archive
 
     def _take_ownership(self) -> None:
-        """Make the claim, or see that it is still the highest."""
+        """Write the claim if the store has none, and check that it is the highest."""
         if not self.store.list_names("claims"):
             self.store.put(f"claims/{self._claim}", json.dumps({"run": self.folder.name}).encode())
         self._check_claim()
         if self.private and self.store.is_public(f"claims/{self._claim}"):
             raise UserError(
-                f"{self.store.url}: can be read without credentials; private state holds the run "
-                "key, which removes the noise. Close the bucket, or leave archive_private out",
+                f"{self.store.url}: must not be readable without credentials: the private state "
+                "contains the run key, which removes the noise. Close the bucket, or leave "
+                "archive_private out",
                 see="how-to/cluster.md#an-archive-in-an-object-store",
             )
 
@@ -398,30 +405,30 @@ class Archive:
             claim_number(claim) >= self._number for claim in claims if claim != self._claim
         ):
             raise UserError(
-                f"{self.store.url}: this prefix was claimed by another run folder: the run was "
-                f"restored elsewhere, or two runs were given one prefix. {self.folder.path} may "
-                "not go on; continue the other one, or begin a new run with its own prefix",
+                f"{self.store.url}: a different run folder claimed this prefix: the run was "
+                f"restored elsewhere, or two runs use the same prefix. {self.folder.path} cannot "
+                "continue; continue the other folder, or start a new run with its own prefix",
                 see="how-to/cluster.md#an-archive-in-an-object-store",
             )
 
     @property
     def notice(self) -> str:
-        """Return the text that the user reads before anything is sent."""
+        """Return the text that is printed before anything is sent."""
         if not self.private:
-            return f"archive: {self.store.url} receives what may be published, no private state"
+            return f"archive: {self.store.url} receives publishable files only, no private state"
         return (
-            f"archive: {self.store.url} receives the PRIVATE state too: run key, ledger, "
-            "checkpoints. Who can read it can remove the noise: it must be as closed as the run "
-            "folder"
+            f"archive: {self.store.url} also receives the PRIVATE state: run key, ledger and "
+            "checkpoints. Anyone who can read it can remove the noise: restrict its access like "
+            "that of the run folder"
         )
 
     # --- writing
 
     def update(self) -> Permit | None:
-        """Bring the archive up to date; returns the permit that it holds now.
+        """Bring the archive up to date, and return the permit that it now contains.
 
-        Raises UserError when another folder has claimed the prefix, ClusterError when the store
-        cannot be written: the archive is then as it was before.
+        Raises UserError if a different folder has claimed the prefix, and ClusterError if the store
+        cannot be written; the archive is then unchanged.
         """
         permit = read_permit(self.folder.permit_request) if self.private else None
         first = self._files is None
@@ -430,13 +437,9 @@ class Archive:
         chosen = self._paths_to_archive()
         files, stamps = self._upload_changes(chosen, before)
         checkpoint = _complete_checkpoint(files, chosen)
-        if not checkpoint:  # superseded while it was sent: the one before is covered as well
+        if not checkpoint:  # replaced while it was sent; the ledger covers the previous one too
             checkpoint = _complete_checkpoint(before)
-            files |= {
-                path: entry
-                for path, entry in before.items()
-                if path.startswith(_CHECKPOINTS_FOLDER)
-            }
+            files |= {p: kept for p, kept in before.items() if p.startswith(_CHECKPOINTS_FOLDER)}
         body = {
             "format": FORMAT,
             **WRITER,
@@ -449,13 +452,13 @@ class Archive:
         }
         self.store.put(f"{claim_folder(self._number)}/{MANIFEST}", encode_manifest(body))
         self._files, self._stamps, self._checkpoint = files, stamps, checkpoint
-        # Only now: a new owner that the look misses has not read a manifest yet, and reads this.
+        # After the manifest: a new owner that this check misses will read this manifest.
         self._check_claim()
         kept = {entry.object for entry in files.values()}
         for entry in before.values():
             if entry.object not in kept:
                 self.store.delete(entry.object)
-        if first:  # what earlier owners left is not read again
+        if first:  # files of earlier owners are not read again
             for number in range(1, self._number):
                 self.store.delete_folder(claim_folder(number))
         return permit
@@ -463,11 +466,11 @@ class Archive:
     def _upload_changes(
         self, paths: list[str], previous: dict[str, StoredFile]
     ) -> tuple[dict[str, StoredFile], dict[str, tuple[int, int, int]]]:
-        """Put what changed; (entries, stamps) of the ledger and the chosen files by path."""
+        """Upload what changed, and return entry and stamp by path, of the ledger and `paths`."""
         files: dict[str, StoredFile] = {}
         stamps: dict[str, tuple[int, int, int]] = {}
         if self.private and self.folder.ledger.exists():
-            # The anchor first: the lines that are written meanwhile lie beyond it.
+            # The anchor first: lines that are written meanwhile come after it.
             if self.folder.anchor.exists():
                 files[_ANCHOR] = self._upload(_ANCHOR, self.folder.anchor.read_bytes())
             raw = self.folder.ledger.read_bytes()
@@ -481,11 +484,11 @@ class Archive:
                     previous[path] if unchanged else self._upload(path, self.folder.path / path)
                 )
             except (FileNotFoundError, ObjectNotFoundError):
-                continue  # replaced meanwhile; the next update finds what is there then
+                continue  # replaced meanwhile; the next update uploads the new file
         return files, stamps
 
     def _stored_files(self) -> dict[str, StoredFile]:
-        """The files of the manifest that an earlier process of this owner wrote, if any."""
+        """Return the files in the manifest of an earlier process of this owner, if any."""
         name = f"{claim_folder(self._number)}/{MANIFEST}"
         try:
             raw = self.store.get(name)
@@ -494,17 +497,17 @@ class Archive:
         return decode_manifest(raw, f"{self.store.url}: {name}", self._number).files
 
     def _paths_to_archive(self) -> list[str]:
-        """Paths of the files to keep, relative to the run folder, the ledger left out."""
-        found = [path.as_posix() for path in publishable_files(self.folder)]
+        """Return the paths of the files to keep, relative to the run folder, without the ledger."""
+        publishable = [path.as_posix() for path in publishable_files(self.folder)]
         if not self.private:
-            return found
+            return publishable
         root, growing = self.folder.path, (self.folder.metrics, self.folder.worker_groups)
-        # What is not kept is not looked into either: checkpoints come and go meanwhile.
+        # Omitted folders are not listed either, since checkpoints appear and vanish meanwhile.
         kept = [top for top in self.folder.private.iterdir() if top.name not in _NOT_ARCHIVED]
         private = sorted(
             path
             for top in kept
-            if not top.is_symlink()  # a link to a folder leads out of the run as well
+            if not top.is_symlink()  # which could lead out of the run
             for path in (top.rglob("*") if top.is_dir() else [top])
             if path.is_file()
             and not path.is_symlink()
@@ -513,18 +516,21 @@ class Archive:
         )
         newest = complete_checkpoints(self.folder.checkpoints)[-1:]
         private += [file for step in newest for file in sorted(step.iterdir())]
-        return [*found, "run.json", *(path.relative_to(root).as_posix() for path in private)]
+        return [*publishable, "run.json", *(path.relative_to(root).as_posix() for path in private)]
 
     def _upload(self, path: str, source: bytes | Path) -> StoredFile:
         name = f"{claim_folder(self._number)}/files/{secrets.token_hex(8)}/{path}"
         digest, size = self.store.put(name, source)
         return StoredFile(object=name, digest=digest, size=size)
 
-    # --- beside a training
+    # --- during a training
 
     def make_updater(self, log: Callable[[str], None]) -> Callable[[], None]:
-        """A function to call now and then while the run trains: it grants permits and copies new
-        checkpoints. A store that fails is tried again for ten minutes, then ClusterError."""
+        """Return a function to call repeatedly during training.
+
+        It grants permits and copies new checkpoints. If the store fails, it retries for ten
+        minutes, and then raises ClusterError.
+        """
         failing_since = None
         next_try = 0.0
 
@@ -546,8 +552,8 @@ class Archive:
                 failing_since = failing_since or now
                 if now - failing_since > _RETRY_SECONDS:
                     raise ClusterError(
-                        f"{error}; the training stopped, since nothing may be released that the "
-                        "archive does not know of. The same command continues it"
+                        f"{error}; the training stopped, since the archive must record a step "
+                        "before its release. Repeat the command to continue"
                     ) from error
                 next_try = now + 5.0
                 return
@@ -559,8 +565,10 @@ class Archive:
 
 
 def _complete_checkpoint(files: dict[str, Any], expected_paths: Sequence[str] = ()) -> str:
-    """The name of the checkpoint among these files; one that lacks a file, of all or of those that
-    were chosen, is taken out of them."""
+    """Return the name of the checkpoint in `files`; "" after removing an incomplete one.
+
+    expected_paths: files that it must contain in addition to those of every checkpoint.
+    """
     parts = {path for path in files if path.startswith(_CHECKPOINTS_FOLDER)}
     for name in {path.split("/")[2] for path in parts}:
         wanted = {f"{_CHECKPOINTS_FOLDER}{name}/{file}" for file in _CHECKPOINT_FILES}
@@ -575,10 +583,10 @@ def _complete_checkpoint(files: dict[str, Any], expected_paths: Sequence[str] = 
 
 
 def _read_archive_record(folder: RunFolder) -> dict[str, Any]:
-    """Where a run is archived, and its claim. Raises UserError."""
+    """Return address and claim of a run's archive. Raises UserError."""
     about = ArchiveRecord.read_keys(folder.archive)
     if claim_number(about["claim"]) != about["number"]:
-        raise UserError(f"{folder.archive}: damaged: {quoted(about['claim'])} is not its claim")
+        raise UserError(f"{folder.archive}: is damaged: its claim is {quoted(about['claim'])}")
     return about
 
 
@@ -586,24 +594,27 @@ def _read_archive_record(folder: RunFolder) -> dict[str, Any]:
 
 
 def is_archive_url(run: str) -> bool:
-    """Whether a run is named by the address of its archive."""
+    """Return whether a run is given by the address of its archive."""
     return "://" in run
 
 
 def open_run_or_archive(run: str, runs: Path) -> RunFolder:
-    """The run folder by path or name, or a copy under `runs` of a finished run's archive.
+    """Return the run folder by path or name, or a copy under `runs` of a finished run's archive.
 
-    Raises UserError when there is none, ClusterError when the store does not answer.
+    Raises UserError if there is no such run, and ClusterError if the store does not answer.
     """
     return open_archived_copy(run, runs) if is_archive_url(run) else open_run(run, runs)
 
 
 def restore(url: str, runs: Path) -> tuple[RunFolder, int]:
-    """Bring a lost run folder back and take its archive over; the folder and how many steps were
-    charged that the lost one may have released.
+    """Restore a lost run folder and take over its archive.
 
-    Raises UserError for an archive that is incomplete, damaged, or without private state;
-    ClusterError when the store does not answer. The folder is whole or not there.
+    Returns:
+        The folder, and the number of steps counted in epsilon that the lost one may have released.
+
+    Raises:
+        UserError: the archive is incomplete, damaged, or without private state. No folder is left.
+        ClusterError: the store does not answer. No folder is left.
     """
     store = ObjectStore(url)
     number, manifest = _newest_private_manifest(store)
@@ -617,30 +628,30 @@ def restore(url: str, runs: Path) -> tuple[RunFolder, int]:
     try:
         rivals = [claim for claim in store.list_names("claims") if claim_number(claim) >= number]
         if rivals != [about["claim"]]:
-            raise UserError(f"{store.url}: is being restored by somebody else at this moment")
-        # only after the claim: the old owner's permits end here
+            raise UserError(f"{store.url}: another process is restoring this archive")
+        # only after the claim, which ends the old owner's permits
         _, manifest = newest_manifest(store)
         with _build_run_folder(folder) as aside:
             _download(store, manifest, aside)
             charged = _charge_possible_releases(aside, manifest)
             write_json(aside.archive, about)
     except BaseException:
-        store.delete(f"claims/{about['claim']}")  # nothing came of it: the old owner may go on
+        store.delete(f"claims/{about['claim']}")  # so that the old owner may continue
         raise
     return folder, charged
 
 
 def open_archived_copy(url: str, runs: Path) -> RunFolder:
-    """A copy of a finished run, to certify and report on; its archive is left alone.
+    """Return a copy of a finished run, to certify and report on; its archive is not changed.
 
-    A copy made before is opened again. Raises as `restore`, and UserError for an unfinished run.
+    An existing copy is opened again. Raises as `restore`, and UserError for an unfinished run.
     """
     store = ObjectStore(url)
     _, manifest = _newest_private_manifest(store)
     if not manifest.trained:
         raise UserError(
-            f"{store.url}: this run has not finished training; if its folder is lost, `dpdist "
-            f"cluster fetch --restore {store.url}` brings it back to be continued"
+            f"{store.url}: this run has not finished training; if its folder is lost, restore it "
+            f"with `dpdist cluster fetch --restore {store.url}`, and continue it"
         )
     folder = RunFolder(runs / manifest.run)
     source = folder.private / "copy-of.json"
@@ -655,7 +666,11 @@ def open_archived_copy(url: str, runs: Path) -> RunFolder:
 
 
 def fetch_publishable_files(url: str, into: Path) -> tuple[Path, list[str]]:
-    """Copy what may be published of an archived run into a folder of its name under `into`."""
+    """Copy the publishable files of an archived run into a folder of its name under `into`.
+
+    Returns:
+        The folder, and the sorted paths in it.
+    """
     store = ObjectStore(url)
     _, manifest = newest_manifest(store)
     target = into / manifest.run
@@ -674,21 +689,21 @@ def _newest_private_manifest(store: ObjectStore) -> tuple[int, Manifest]:
     number, manifest = newest_manifest(store)
     if not manifest.private:
         raise UserError(
-            f"{store.url}: holds no private state (archive_private was not given), only what may "
-            f"be published; `dpdist cluster fetch {store.url}` copies that, the report included"
+            f"{store.url}: has no private state (archive_private was not set), only publishable "
+            f"files; copy them, with the report, by `dpdist cluster fetch {store.url}`"
         )
     return number, manifest
 
 
 def _check_absent(folder: RunFolder) -> RunFolder:
     if folder.path.exists():
-        raise UserError(f"{folder.path}: is there already; choose another folder")
+        raise UserError(f"{folder.path}: already exists; choose a different folder")
     return folder
 
 
 @contextmanager
 def _build_run_folder(folder: RunFolder) -> Iterator[RunFolder]:
-    """A new run folder, built beside its place and moved there when it is whole."""
+    """Yield a temporary run folder that is moved to its place when it is complete."""
     with atomic_folder(folder.path) as path:
         path.mkdir()
         aside = RunFolder(path)
@@ -708,23 +723,24 @@ def _download(store: ObjectStore, manifest: Manifest, folder: RunFolder) -> None
 def _download_file(store: ObjectStore, path: str, entry: StoredFile, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        found = store.download(entry.object, target, entry.size)
+        digest, size = store.download(entry.object, target, entry.size)
     except ObjectNotFoundError as error:
         raise UserError(
-            f"{store.url}: {path} is named by the manifest and missing; if a run was still writing "
+            f"{store.url}: {path} is in the manifest but missing; if a run was still writing "
             "there, try again"
         ) from error
-    if found != (entry.digest, entry.size):
+    if (digest, size) != (entry.digest, entry.size):
         raise UserError(
-            f"{store.url}: {path} is not what was archived ("
-            f"{'more' if found[1] > entry.size else found[1]} bytes instead of "
-            f"{entry.size}, or changed): the archive is damaged"
+            f"{store.url}: {path} must be the archived file of {entry.size} bytes, got "
+            f"{'more' if size > entry.size else size} bytes or a change: the archive is damaged"
         )
 
 
 def _charge_possible_releases(folder: RunFolder, manifest: Manifest) -> int:
-    """Put on record what the lost folder may have released beyond the archived ledger, and begin
-    a new attempt. Raises UserError when the ledger does not hold all that the run was made of."""
+    """Record the releases that the archived ledger may lack, and start a new attempt.
+
+    Returns the number of recorded steps. Raises UserError if the ledger is incomplete.
+    """
     if not has_released(folder):
         return 0
     plan = read_verified_ledger(folder).plan
@@ -736,7 +752,7 @@ def _charge_possible_releases(folder: RunFolder, manifest: Manifest) -> int:
             permit = manifest.permit
             if permit:
                 if permit.steps > plan.steps:
-                    raise UserError("its permit speaks of more steps than the plan has")
+                    raise UserError("the permit covers more steps than the plan has")
                 known = ledger.released_steps(permit.epoch)
                 for step in range(permit.step, permit.steps):
                     if step not in known:

@@ -1,8 +1,8 @@
-"""Charge runs and searches to the budget of their records: the one place where that is done.
+"""Charge runs and searches to the budget of their records.
 
-The whole plan is charged before a run, what it released after it (`dpdist.privacy.budget`). A
-recipe's training goes through `charged`; a script's by `begin_charge` and `end_charge`, since it
-may end anywhere; answers and searches put a charge of their own through `reserve_charge`.
+Before a run, its whole plan is charged; after it, what it released (`dpdist.privacy.budget`). A
+recipe's training uses `charged`; a script's uses `begin_charge` and `end_charge`, since it may end
+anywhere; answers and searches pass their own charge to `reserve_charge`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from dpdist.runs.recipe import Recipe
 
 
 def budget_ceiling(recipe: Recipe) -> RenyiFilter | None:
-    """Return the ceiling of the budget that this recipe opens, if it has one.
+    """Return the ceiling of the budget that this recipe opens; None without a ceiling.
 
-    Raises ValueError for an impossible one.
+    Raises ValueError for an impossible ceiling.
     """
     privacy = recipe.privacy
     if privacy.budget_ceiling is None or privacy.budget_composition == "non-adaptive":
@@ -42,9 +42,9 @@ def budget_ceiling(recipe: Recipe) -> RenyiFilter | None:
 
 
 def build_charge(recipe: Recipe, folder: RunFolder, process: str | None = None) -> Charge:
-    """Return what a run has released by its ledger, and what one of its processes may yet release.
+    """Return the charge for what a run has released and what one of its processes may yet release.
 
-    process: the nonce of that process; None for the last that wrote there.
+    process: the nonce of that process; None for the last one in the ledger.
     """
     by_run = read_verified_ledger(folder)
     plan, ledger = by_run.plan, by_run.ledger
@@ -64,7 +64,7 @@ def run_charge_id(folder: RunFolder, plan: PrivacyPlan) -> str:
 
 
 class Hashed(Protocol):
-    """Records that are recognized by hashes: (N,) numbers or texts of fixed length."""
+    """Records that are recognized by hashes: (N,) integers or strings of fixed length."""
 
     @property
     def hashes(self) -> np.ndarray:
@@ -82,7 +82,7 @@ def reserve_charge(
 ) -> None:
     """Charge the records before anything is released; see `dpdist.privacy.budget.reserve`.
 
-    Raises UserError, and nothing was charged.
+    Raises UserError, without a charge, if the charge does not fit.
     """
     privacy = recipe.privacy
     if privacy.budget is None:
@@ -111,9 +111,9 @@ def check_charge(
     context: str,
     folder: RunFolder | None = None,
 ) -> None:
-    """Raise UserError where what a run may yet release does not fit its ceiling; charge nothing.
+    """Raise UserError if what a run may yet release exceeds its ceiling; charge nothing.
 
-    folder: of a run that goes on; None for a new one, of which the whole plan counts.
+    folder: that of a run to continue; None for a new run, whose whole plan counts.
     """
     charge = Charge.for_plan("", recipe.name, plan, plan.phases)
     if folder is not None:
@@ -124,11 +124,11 @@ def check_charge(
 def begin_charge(
     recipe: Recipe, plan: PrivacyPlan, folder: RunFolder, records: Hashed, context: str
 ) -> str:
-    """Charge a run's whole plan before it goes on, and return the nonce of this process.
+    """Charge a run's whole plan before it continues, and return the nonce of this process.
 
-    Raises UserError where it does not fit under the recipe's ceiling; nothing was charged.
+    Raises UserError, without a charge, if it exceeds the recipe's ceiling.
     """
-    # In the ledger first: of two copies that go on, each is charged for what is left.
+    # In the ledger first: if two copies continue, each is charged for its remaining steps.
     with Ledger.open(folder.ledger, plan.fingerprint()) as ledger:
         verify_ledger(folder, plan, ledger)
         mine = ledger.announce_process()
@@ -139,7 +139,7 @@ def begin_charge(
 def end_charge(
     recipe: Recipe, folder: RunFolder, records: Hashed, process: str | None, context: str
 ) -> None:
-    """Charge what a run released: settled where it is done, else with what it may yet release."""
+    """Charge what a run released, and, unless it has finished, what it may yet release."""
     charge = build_charge(recipe, folder, process)
     if folder.training_summary.exists():
         settle_charge(recipe, records, charge, context)
@@ -148,7 +148,7 @@ def end_charge(
 
 
 def settle_charge(recipe: Recipe, records: Hashed, charge: Charge, context: str) -> None:
-    """Charge what was really released, when all of it was."""
+    """Replace a run's reserved charge by what it released."""
     if recipe.privacy.budget is None:
         return
     with _budget_errors(context):
@@ -162,9 +162,9 @@ def settle_charge(recipe: Recipe, records: Hashed, charge: Charge, context: str)
 def charged(
     recipe: Recipe, plan: PrivacyPlan, folder: RunFolder, records: Hashed, context: str
 ) -> Iterator[None]:
-    """Charge a run around its training: the whole plan before it, the real releases after it.
+    """Charge a run around its training: the whole plan before it, the actual releases after it.
 
-    Raises UserError, before anything runs, where the run does not fit under the recipe's ceiling.
+    Raises UserError, before anything runs, if the run exceeds the recipe's ceiling.
     """
     mine: str | None = None
     if not folder.training_summary.exists():

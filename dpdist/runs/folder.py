@@ -1,17 +1,17 @@
 """Give access to the folder of one run: its files, its identity, and its verified ledger.
 
     recipe.yaml    the recipe with its defaults
-    search.yaml    of a private search: its recipe; recipe.yaml then has the chosen values
+    search.yaml    the recipe of a private search; recipe.yaml then has the chosen values
     run.json       format and version
     release/       SAFE to publish; only `dpdist release` writes there
     private/       NEVER publish: key, ledger, checkpoints, training metrics, the unreleased model
     certificates/  attacks/  audit/   evaluation on named test data
     report/        index.html
 
-Epsilon is computed from the ledger, so a ledger that lost lines would prove too little. It is
-always checked against the artifacts made of its releases: the plan, the newest checkpoint and the
-finished training. Each of these keeps the ledger's anchor from the moment it was written; the
-ledger may reach further, and never less far.
+Epsilon is computed from the ledger, so a ledger that lost lines would give a too small epsilon. It
+is always checked against the plan, the newest checkpoint and the finished training. The latter two
+store the ledger's anchor at the time they were written; the ledger may have more lines than that,
+and never fewer.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from dpdist.runs.recipe import Recipe, load_recipe, parse_recipe
 
 
 FORMAT = 2
-WRITER = {"dpdist": __version__}  # what a file says of the version that wrote it
+WRITER = {"dpdist": __version__}  # the version that wrote a file, as stored in it
 
 
 class RunDescription(FileShape):
-    """run.json: format of the folder, and the version of dpdist that made it.
+    """run.json: format of the folder, and the version of dpdist that created it.
 
     Attributes:
         format: Format of the folder.
-        dpdist: Version of dpdist that made it.
+        dpdist: Version of dpdist that created it.
     """
 
     newest_format = FORMAT
@@ -64,7 +64,7 @@ class RunDescription(FileShape):
 
 
 class StartRecord(FileShape):
-    """private/begun-with.json: the recipes and the noise of the run's beginning.
+    """private/begun-with.json: the recipes and the noise at the run's start.
 
     Attributes:
         recipe: The recipe with its defaults.
@@ -78,15 +78,15 @@ class StartRecord(FileShape):
 
 
 class SearchTermsRecord(FileShape):
-    """private/search/terms.json: what was fixed before the first trial of a search.
+    """private/search/terms.json: the terms fixed before the first trial of a search.
 
     Attributes:
         data: Fingerprint of the records.
         plan: Plan of the search (`parse_plan`).
         trial: Plan of one trial.
-        score_noise: Standard deviation of the noise of scores; null where scores are public.
+        score_noise: Standard deviation of the noise of scores; null if scores are public.
         charge: The search's id in a budget.
-        assumed: Assumptions of public parts, which nobody checked.
+        assumed: Assumptions about public parts, which dpdist did not check.
     """
 
     data: str
@@ -98,11 +98,11 @@ class SearchTermsRecord(FileShape):
 
 
 class AnchorRecord(FileShape):
-    """The ledger's anchor (`dpdist.privacy.ledger.Anchor`) in a file of what was made of it.
+    """The ledger's anchor (`dpdist.privacy.ledger.Anchor`) at the time a file was written.
 
     Attributes:
-        records: Number of the ledger's lines, its header included.
-        check: The check of the last line, which depends on all before it.
+        records: Number of the ledger's lines, including its header.
+        check: The check of the last line, which depends on all lines before it.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -111,7 +111,7 @@ class AnchorRecord(FileShape):
     check: str
 
     def to_anchor(self) -> Anchor:
-        """Return the anchor."""
+        """Return the `Anchor`."""
         return Anchor(self.records, self.check)
 
 
@@ -119,8 +119,8 @@ class CheckpointRecord(FileShape):
     """private/checkpoints/step-N/done.json, which is written last.
 
     Attributes:
-        step: Number of steps that the checkpoint was made of.
-        ledger: Anchor of the ledger at that moment.
+        step: Number of steps before the checkpoint.
+        ledger: Anchor of the ledger at that time.
     """
 
     step: WholeNumber
@@ -132,8 +132,8 @@ class RoundingRecord(FileShape):
 
     Attributes:
         precision: Of the trained parameters.
-        moves: Largest change of a clipped gradient when its record moves, in clip norms; none where
-            no record moves, or it was not measured.
+        moves: Largest change of a clipped gradient when its record moves to a different row, in
+            clip norms; null if no record moves, or it was not measured.
     """
 
     precision: Literal["float32", "float64"]
@@ -144,10 +144,10 @@ class TrainingSummary(FileShape):
     """private/trained.json, which a finished training writes last.
 
     Attributes:
-        steps: Number of steps that the model was made of.
-        fallback_layers: Layers whose gradients were taken record by record.
+        steps: Number of training steps.
+        fallback_layers: Layers whose gradients were computed record by record.
         ledger: Anchor of the ledger at the end.
-        rounding: What the card says of floating point; none where no step adds gradients.
+        rounding: Rounding that the card states; null if no step adds gradients.
     """
 
     steps: WholeNumber
@@ -157,13 +157,11 @@ class TrainingSummary(FileShape):
 
 
 class DifferentRecipeError(UserError):
-    """A folder that holds a run of another recipe, so that this run may not use it."""
+    """The folder contains a run of a different recipe, so this run cannot use it."""
 
 
 class FileIn:
-    """One file or folder of a run, by its path in the run's folder.
-
-    As an attribute of a `RunFolder` it is the whole path.
+    """One file or folder of a run; as an attribute of a `RunFolder`, its whole path.
 
     Args:
         path: the path in the run's folder.
@@ -206,7 +204,7 @@ class RunFolder:
     path: Path
 
     recipe_file = FileIn("recipe.yaml", "The recipe with its defaults.")
-    search_recipe_file = FileIn("search.yaml", "The recipe with its search, before it chose.")
+    search_recipe_file = FileIn("search.yaml", "The recipe of the search that chose this run.")
     evaluation = FileIn("evaluation.json", "Accuracy on test data.")
     trials = FileIn("trials.json", "All trials of a search whose number of trials is fixed.")
     certificates = FileIn("certificates", "Folder of certifications, one folder each.")
@@ -218,14 +216,13 @@ class RunFolder:
     run_key = FileIn("private/run.key", "The secret run key.")
     fixed_key_marker = FileIn("private/fixed-key", "Mark of a key that the recipe fixed.")
     plan = FileIn("private/plan.json", "The privacy plan.")
-    start_record = FileIn("private/begun-with.json", "Recipes of the beginning; nobody edits it.")
+    start_record = FileIn("private/begun-with.json", "Recipes at the start; do not edit.")
     data_fingerprint = FileIn("private/data.json", "Fingerprint of the training records.")
     score_fingerprint = FileIn("private/scored.json", "Fingerprint of held-out private records.")
     canary_settings = FileIn("private/planted.json", "Section audit of a run with canaries.")
     pretraining_record = FileIn("private/pretrained.json", "Pretrained part and its data.")
     imported = FileIn("private/imported.json", "Origin of an imported model.")
-    # once of hidden noise alone
-    method_state = FileIn("private/hidden-noise.safetensors", "Tensors made before the first step.")
+    method_state = FileIn("private/hidden-noise.safetensors", "A method's tensors before step 0.")
 
     model_folder = FileIn("private/model", "The trained model, until `dpdist release` copies it.")
     checkpoints = FileIn("private/checkpoints", "Folder of training checkpoints.")
@@ -234,22 +231,22 @@ class RunFolder:
     history = FileIn("private/history.jsonl", "Released values of each step of a script.")
     worker_groups = FileIn("private/workers.jsonl", "The group of workers of each start.")
     progress = FileIn("private/progress.json", "Progress, written by worker 0.")
-    failure = FileIn("private/failure.json", "A worker's lasting error, for the driver.")
-    stop_request = FileIn("private/stop-asked", "Takes the word that ends a training early.")
+    failure = FileIn("private/failure.json", "A worker's permanent error, for the driver.")
+    stop_request = FileIn("private/stop-asked", "Request to end the training early.")
     interruption = FileIn("private/interrupted.json", "Checkpoint of a training that ended early.")
-    errors = FileIn("private/errors.txt", "Workers' errors, in which private values may stand.")
+    errors = FileIn("private/errors.txt", "Workers' errors, which may contain private values.")
     log = FileIn("private/ray.log", "Ray's messages.")
 
-    search_record = FileIn("private/search.json", "Plan and terms of the search that chose.")
+    search_record = FileIn("private/search.json", "Plan and terms of the search that chose it.")
     search_terms = FileIn("private/search/terms.json", "Terms fixed before the first trial.")
-    archive = FileIn("private/archive.json", "The archive, and the claim by which it is owned.")
-    permit_request = FileIn("private/permit-asked.json", "Steps that the archive has to know.")
-    permit = FileIn("private/permit.json", "Steps that the archive knows.")
-    baseline = FileIn("private/baseline.json", "Name of the run without privacy beside it.")
-    baseline_report = FileIn("private/baseline.html", "Report with that run's figures: no epsilon.")
+    archive = FileIn("private/archive.json", "The archive, and this run's claim to it.")
+    permit_request = FileIn("private/permit-asked.json", "Steps that the archive must record.")
+    permit = FileIn("private/permit.json", "Steps that the archive has recorded.")
+    baseline = FileIn("private/baseline.json", "Name of the run without privacy to compare with.")
+    baseline_report = FileIn("private/baseline.html", "Report with that run's values: no epsilon.")
 
     def __str__(self) -> str:
-        """Return what a finished run prints at its end; of another one, how far it is."""
+        """Return the brief results of a finished run, or a line that it has not finished."""
         if not self.training_summary.exists():
             return f"Run {self.name} ({self.path}): its training has not finished"
         # The reports are above this package, and load much more.
@@ -281,11 +278,10 @@ class RunFolder:
 
         The folder of a trial is in private/ of the run of its search.
         """
-        around = self.path.resolve().parents
-        found = (
-            p.parent for p in around if p.name == self.private.name and _is_run_folder(p.parent)
-        )
-        return next(map(RunFolder, found), None)
+        for parent in self.path.resolve().parents:
+            if parent.name == self.private.name and _is_run_folder(parent.parent):
+                return RunFolder(parent.parent)
+        return None
 
     @property
     def anchor(self) -> Path:
@@ -310,9 +306,8 @@ class RunFolder:
             different = self.read_recipe().differing_keys(recipe)
             if different:
                 raise DifferentRecipeError(
-                    f"{self.path}: a run of that name exists with a different recipe "
-                    f"({', '.join(different)} "
-                    "differ); choose another --name, or repeat the recipe to continue it"
+                    f"{self.path}: contains a run of a different recipe ({', '.join(different)} "
+                    "differ); choose a different --name, or use the same recipe to continue it"
                 )
             return True
         return False
@@ -334,7 +329,7 @@ class RunFolder:
             make_private_folder(aside.private)
             write_atomic(aside.recipe_file, recipe.to_yaml())
             write_json(path / "run.json", {"format": FORMAT, **WRITER})
-        self.check_same_recipe(recipe)  # another start of the same run may have been faster
+        self.check_same_recipe(recipe)  # a second process may have created it first
 
     def pin_recipe(
         self,
@@ -349,15 +344,14 @@ class RunFolder:
             noise_multiplier: noise multiplier of the plan; None before there is a plan.
             search_recipe: the recipe with its search; None without a search.
         """
-        begun = {"recipe": recipe, "asked": search_recipe}
-        said = {
+        recipes = {
             name: one and one.model_dump(mode="json", exclude={"resources"})
-            for name, one in begun.items()
+            for name, one in (("recipe", recipe), ("asked", search_recipe))
         }
-        write_json(self.start_record, {**said, "noise_multiplier": noise_multiplier})
+        write_json(self.start_record, {**recipes, "noise_multiplier": noise_multiplier})
 
     def _read_start_record(self) -> StartRecord | None:
-        """Return the content of `start_record`; None where nothing is kept."""
+        """Return the content of `start_record`; None without the file."""
         try:
             return StartRecord.read(self.start_record)
         except MissingFileError:
@@ -383,14 +377,13 @@ class RunFolder:
         return SearchTermsRecord.read_keys(self.search_terms)
 
     def _check_unchanged(self, name: str, path: Path, current: Recipe) -> None:
-        """Raise UserError unless a recipe file equals that of the run's beginning."""
+        """Raise UserError unless a recipe file is the one that the run was started with."""
         kept = getattr(self._read_start_record(), name, None)
         changed = kept and parse_recipe(kept, str(self.start_record)).differing_keys(current)
         if changed:
             raise UserError(
-                f"{path}: {', '.join(changed)}: must be what this run was begun with "
-                f"({self.start_record} says it); put that back, or begin a new run under another "
-                "--name",
+                f"{path}: {', '.join(changed)}: must be what this run was begun with; restore the "
+                f"values in {self.start_record}, or start a new run under a different --name",
                 see="explanation/privacy.md#what-a-run-really-released",
             )
 
@@ -414,8 +407,8 @@ class RunFolder:
             fixed, now = read_json(self.canary_settings), recipe.canary_audit
             if now is None or fixed != now.model_dump(mode="json"):
                 raise UserError(
-                    f"{self.recipe_file}: audit: was changed since canaries were planted in this "
-                    f"run; put back what {self.canary_settings} says"
+                    f"{self.recipe_file}: audit: must be unchanged since canaries were planted in "
+                    f"this run; restore the values in {self.canary_settings}"
                 )
         self._check_unchanged("recipe", self.recipe_file, recipe)
         return recipe
@@ -443,8 +436,8 @@ class RunFolder:
         self.check_format()
         if not self.training_summary.exists():
             raise UserError(
-                f"{self.path}: this run never finished training; the command or script that began "
-                "it continues it (a loop that stops earlier calls training.finish())"
+                f"{self.path}: training is not finished; repeat the command or script that started "
+                "it (in a loop that stops early, call training.finish())"
             )
         return TrainingSummary.read_keys(self.training_summary)
 
@@ -455,8 +448,8 @@ class RunFolder:
             UserError: its file is missing or damaged.
         """
         text = read_text(self.run_key, 1000)
-        if not re.fullmatch(r"[0-9a-fA-F]{64}", text):  # and no less, which is easily guessed
-            raise UserError(f"{self.run_key}: damaged: must be 64 hex digits")
+        if not re.fullmatch(r"[0-9a-fA-F]{64}", text):  # a shorter key is easily guessed
+            raise UserError(f"{self.run_key}: is damaged: must be 64 hex digits")
         return bytes.fromhex(text)
 
     def read_plan(self) -> PrivacyPlan:
@@ -471,14 +464,14 @@ class RunFolder:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in `folder` that were written to their end, oldest first."""
+    """Return the complete checkpoints in `folder`, oldest first."""
     return sorted(path for path in folder.glob("step-*") if (path / "done.json").exists())
 
 
 def open_run(name: str, runs: Path) -> RunFolder:
     """Return the run folder given by path or by name under `runs`.
 
-    Raises UserError when there is none.
+    Raises UserError if there is no such run.
     """
     given = validate_path(name)
     for path in (validate_path(runs) / given, given):
@@ -488,10 +481,10 @@ def open_run(name: str, runs: Path) -> RunFolder:
             return folder
     if given.exists():
         raise UserError(
-            f"{name}: must be a run folder, has no run.json; `dpdist import` makes a run of a "
-            "model that was trained elsewhere"
+            f"{name}: must be a run folder, has no run.json; `dpdist import` imports a model that "
+            "was trained elsewhere as a run"
         )
-    factory = "; a factory is given as --model" if ":" in name else ""
+    factory = "; give a factory as --model" if ":" in name else ""
     raise UserError(f"{name}: no such run under {runs}/{factory}")
 
 
@@ -508,7 +501,7 @@ _LEDGER_LOST = "the ledger was replaced or cut, and epsilon cannot be stated"
 
 @dataclass(frozen=True)
 class VerifiedLedger:
-    """A run's plan, and the ledger that holds everything the run's model was made of."""
+    """A run's plan, and its ledger, which contains every release that the model depends on."""
 
     plan: PrivacyPlan
     ledger: Ledger
@@ -516,7 +509,7 @@ class VerifiedLedger:
 
 @dataclass(frozen=True)
 class Artifact:
-    """A file made of the releases of steps 0 to `steps` - 1. anchor: of the ledger then."""
+    """A file that depends on the first `steps` steps. anchor: that of the ledger at the time."""
 
     description: str
     steps: int
@@ -524,12 +517,12 @@ class Artifact:
 
 
 def has_released(folder: RunFolder) -> bool:
-    """Return whether the run may have released anything; its ledger must then be there.
+    """Return whether the run may have released anything, so that its ledger must exist.
 
-    A file without a whole line is left by a crash or a full disk at its very first write.
+    Files without a complete line do not count: a crash or a full disk ended their first write.
     """
-    made = (folder.ledger, folder.anchor, folder.training_summary, folder.worker_groups)
-    return any(map(_has_line, made)) or bool(complete_checkpoints(folder.checkpoints))
+    files = (folder.ledger, folder.anchor, folder.training_summary, folder.worker_groups)
+    return any(map(_has_line, files)) or bool(complete_checkpoints(folder.checkpoints))
 
 
 def _has_line(path: Path) -> bool:
@@ -540,16 +533,16 @@ def _has_line(path: Path) -> bool:
 
 
 def read_verified_ledger(folder: RunFolder) -> VerifiedLedger:
-    """Return the real releases of a run. Raises UserError when its ledger cannot be trusted."""
+    """Return the actual releases of a run. Raises UserError if its ledger cannot be trusted."""
     plan = folder.read_plan()
-    # first: whoever trains meanwhile only makes the ledger longer
-    made = _released_artifacts(folder)
+    # Before the ledger: a training that runs meanwhile only appends to the ledger.
+    artifacts = _released_artifacts(folder)
     try:
         ledger = Ledger.read(folder.ledger)
-        _check_ledger(folder, plan, ledger, made)
+        _check_ledger(folder, plan, ledger, artifacts)
     except FileNotFoundError:
         raise UserError(
-            f"{folder.ledger}: missing: {_LEDGER_LOST}",
+            f"{folder.ledger}: is missing: {_LEDGER_LOST}",
             see="explanation/privacy.md#what-a-run-really-released",
         ) from None
     except JournalError as error:
@@ -560,9 +553,9 @@ def read_verified_ledger(folder: RunFolder) -> VerifiedLedger:
 
 
 def verify_ledger(folder: RunFolder, plan: PrivacyPlan, ledger: Ledger) -> None:
-    """Raise LedgerError unless the ledger holds every release the run's model was made of.
+    """Raise LedgerError unless the ledger has every release that the model depends on.
 
-    It may hold no step that is not the plan's. Raises UserError for a damaged file beside it.
+    A step that the plan does not have is an error too. Raises UserError for other damaged files.
     """
     _check_ledger(folder, plan, ledger, _released_artifacts(folder))
 
@@ -572,29 +565,27 @@ def _check_ledger(
 ) -> None:
     if ledger.plan_fingerprint != plan.fingerprint():
         raise LedgerError(
-            f"{ledger.path} was not written under the plan of {folder.plan}: {_LEDGER_LOST}"
+            f"{ledger.path}: was not written under the plan of {folder.plan}: {_LEDGER_LOST}"
         )
     if max(ledger.release_counts, default=-1) >= plan.steps:
-        raise LedgerError(f"{ledger.path} holds steps that {folder.plan} has not: {_LEDGER_LOST}")
+        raise LedgerError(f"{ledger.path}: has steps that {folder.plan} has not: {_LEDGER_LOST}")
     if ledger.num_queries > plan.num_queries:
-        raise LedgerError(
-            f"{ledger.path} holds more answers than {folder.plan} pays for: {_LEDGER_LOST}"
-        )
+        raise LedgerError(f"{ledger.path}: has more answers than {folder.plan}: {_LEDGER_LOST}")
     for made in artifacts:
         if made.steps > plan.steps:
             raise LedgerError(
-                f"{made.description} has more steps than {folder.plan}: {_LEDGER_LOST}"
+                f"{made.description}: has more steps than {folder.plan}: {_LEDGER_LOST}"
             )
         complete = ledger.release_counts.keys() >= set(range(made.steps))
         if not complete or not ledger.contains_anchor(made.anchor):
             raise LedgerError(
-                f"{ledger.path} lacks releases that {made.description} was made of: {_LEDGER_LOST}"
+                f"{ledger.path}: lacks releases before {made.description}: {_LEDGER_LOST}"
             )
     if folder.training_summary.exists():
         steps = TrainingSummary.read(folder.training_summary).steps
         if steps != plan.steps:
             raise LedgerError(
-                f"{folder.training_summary} has other steps than {folder.plan}: {_LEDGER_LOST}"
+                f"{folder.training_summary}: steps: must be those of {folder.plan}: {_LEDGER_LOST}"
             )
 
 

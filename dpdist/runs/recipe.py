@@ -1,8 +1,8 @@
-"""Read the recipe, one YAML file that describes a run, and make its privacy plan.
+"""Read the recipe, one YAML file that describes a run, and compute its privacy plan.
 
 A recipe is validated field by field, without torch or Ray, and is written back into the run folder
-complete with its defaults. Its plan depends on the recipe and the number of records alone:
-training, searches, dry runs and previews all take the cost of a training from here.
+complete with its defaults. Its plan depends only on the recipe and the number of records: training,
+searches and dry runs all use the plan that is computed here.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from dpdist.privacy.plan import PrivacyPlan, UserUnit
 
 
 RECIPES_FOLDER = Path(str(files("dpdist"))) / "recipes"
-# Of a checkout: recipes that reproduce papers. Elsewhere there is no such folder.
+# Recipes that reproduce papers; only a checkout has this folder.
 PAPERS_FOLDER = RECIPES_FOLDER.resolve().parents[1] / "papers"
 _MAX_ERRORS = 20
 _S = TypeVar("_S", bound=Section)
@@ -96,7 +96,7 @@ class Recipe(BaseRecipe):
     @model_validator(mode="before")
     @classmethod
     def _infer_token_count(cls, value: Any) -> Any:
-        """Set data.classes to the tokens of the folder's own head, or of the tokenizer."""
+        """Set data.classes to the vocabulary size of the folder's own head, or of the tokenizer."""
         data = value.get("data") if isinstance(value, dict) else None
         if not isinstance(data, dict) or "classes" in data:
             return value
@@ -111,7 +111,7 @@ class Recipe(BaseRecipe):
     @model_validator(mode="before")
     @classmethod
     def _fill_bought_constants(cls, value: Any) -> Any:
-        """Give bought columns their constants, or their widest range until these are known."""
+        """Give bought columns their constants; the widest range until these are known."""
         section = value.get("statistics") if isinstance(value, dict) else None
         data = None if section is None else value.get("data")
         columns = data.get("columns") if isinstance(data, dict) else None
@@ -130,7 +130,8 @@ class Recipe(BaseRecipe):
     def _check_function_score(self) -> Recipe:
         if self.tune and self.tune.score.function is not None and self.by_script is None:
             raise key_error(
-                "tune.score.function", "is of a search over a function (dpdist.tune); leave it out"
+                "tune.score.function",
+                "must be left out: it belongs to a search over a function (dpdist.tune)",
             )
         return self
 
@@ -141,7 +142,7 @@ class Recipe(BaseRecipe):
         if self.data.columns.user is None and self.by_script is None:
             raise key_error(
                 "data.columns.user",
-                "required with privacy.unit: user, the column of the users",
+                "required with privacy.unit: user; name the column that identifies users",
                 see="explanation/privacy.md#a-person-as-the-unit",
             )
         if not self.method.capabilities.plain_steps:
@@ -155,8 +156,7 @@ class Recipe(BaseRecipe):
         if self.audit is not None and not self.audit.audits_users:
             raise ValueError(
                 "audit.kind: must be mechanism with privacy.unit: user, or canaries with canary: "
-                f"gradient, got {self.audit.kind} of single records, of which a guarantee for "
-                "users does not speak"
+                f"gradient, got {self.audit.kind}, which audits single records and not users"
             )
         return self
 
@@ -164,30 +164,25 @@ class Recipe(BaseRecipe):
     def _check_class_rates(self) -> Recipe:
         if not self.data.class_sampling:
             return self
-        privacy, name = self.privacy, self.method.name
-        for wrong, line in (
-            (
-                privacy.batch_cap is not None,
-                "privacy.batch_cap: must be left out with data.class_sampling, got "
-                f"{privacy.batch_cap}: what a capped batch costs is known for equal rates",
-            ),
-            (
-                privacy.unit == "user",
-                "privacy.unit: must be record with data.class_sampling, got user, whose records "
-                "are of "
-                "several classes",
-            ),
-            (
-                not self.method.capabilities.plain_steps,
-                f"data.class_sampling: must be left out with method {name} with these options, got "
-                f"{len(self.data.class_sampling)} rates; they work with dp-sgd, dplis, and "
-                "input-noise "
-                "without consistency",
-            ),
-        ):
-            if wrong:
-                raise ValueError(with_page(line, see="explanation/privacy.md#rare-classes"))
-        return self
+        if (cap := self.privacy.batch_cap) is not None:
+            line = (
+                f"privacy.batch_cap: must be left out with data.class_sampling, got {cap}: capped "
+                "batches can be accounted only if all records have the same rate"
+            )
+        elif self.privacy.unit == "user":
+            line = (
+                "privacy.unit: must be record with data.class_sampling, got user: a user's records "
+                "can belong to several classes"
+            )
+        elif not self.method.capabilities.plain_steps:
+            line = (
+                f"data.class_sampling: must be left out with method {self.method.name} with these "
+                f"options, got {len(self.data.class_sampling)} rates; they work with dp-sgd, "
+                "dplis, and input-noise without consistency"
+            )
+        else:
+            return self
+        raise ValueError(with_page(line, see="explanation/privacy.md#rare-classes"))
 
     def class_rates(self, mean_rate: float) -> ClassRates | None:
         """Return the sampling rates of the classes by their numbers, a `ClassRates`.
@@ -230,7 +225,7 @@ class Recipe(BaseRecipe):
 
     @property
     def statistics_phases(self) -> tuple[Phase, ...]:
-        """Return the phases of the statistics that the run buys before its training, or ()."""
+        """Return the phases of the statistics bought before training; () if none are bought."""
         bought = self.statistics
         if bought is None:
             return ()
@@ -261,8 +256,8 @@ class Recipe(BaseRecipe):
         """Raise UserError where statistics are still to be bought. Returns nothing."""
         if self.statistics is not None and not self.statistics.constants:
             raise UserError(
-                f"{self.name}: statistics: are bought by `dpdist run`, `dpdist tune` or "
-                "dpdist.run; train by one of these"
+                f"{self.name}: statistics: only `dpdist run`, `dpdist tune` and dpdist.run can buy "
+                "them; train with one of these"
             )
 
     @property
@@ -274,23 +269,23 @@ class Recipe(BaseRecipe):
         return [] if self.by_script is None else self.by_script.began_with
 
     def earlier_phases(self, plan: PrivacyPlan) -> tuple[Phase, ...]:
-        """Return what the runs that this one started from released, a tuple of phases.
+        """Return the phases that the runs this one started from released, a tuple.
 
         It is empty if this run started from no other run, or if nothing is proved about this one.
-        It omits runs for which no joint epsilon can be stated; `stage_assumptions` names them.
+        It omits runs for which no joint epsilon can be stated; `stage_assumptions` lists them.
 
         Args:
             plan: the plan of this run.
         """
-        if math.isinf(plan.clip_norm):  # nothing is proved of this run anyway
+        if math.isinf(plan.clip_norm):  # nothing is proved about this run anyway
             return ()
         found = (each.phases_within(plan, self.privacy_unit) for each in self.stages)
         return tuple(phase for phases in found for phase in phases or ())
 
     def phases_in_target(self, plan: PrivacyPlan) -> tuple[Phase, ...]:
-        """Return what `privacy.epsilon` covers in addition to the plan, a tuple of phases.
+        """Return the phases that `privacy.epsilon` covers in addition to the plan, a tuple.
 
-        These are bought statistics that a script began with. It is empty without them.
+        They are the bought statistics that a script started from; empty without them.
 
         Args:
             plan: the plan of this run.
@@ -299,7 +294,7 @@ class Recipe(BaseRecipe):
         return tuple(phase for phases in found for phase in phases or ())
 
     def stage_assumptions(self, plan: PrivacyPlan) -> tuple[str, ...]:
-        """Return what a guarantee assumes about the runs that this one started from.
+        """Return the assumptions of a guarantee about the runs that this one started from.
 
         Args:
             plan: the plan of this run.
@@ -332,10 +327,8 @@ class Recipe(BaseRecipe):
         found = whole.guarantee_for_events(whole.path_events(whole.phases))
         lines = [each for each in self.stage_assumptions(plan) if each not in found.assumptions]
         fixed = [self.privacy.run_key is not None, *(each.fixed_key for each in self.stages)]
-        return replace(
-            found, kind=kind_of((*lines, *assumed)), fixed_key=any(fixed),
-            assumptions=(*found.assumptions, *lines),
-        )  # fmt: skip
+        kind, stated = kind_of((*lines, *assumed)), (*found.assumptions, *lines)
+        return replace(found, kind=kind, fixed_key=any(fixed), assumptions=stated)
 
     @property
     def privacy_unit(self) -> str:
@@ -410,7 +403,7 @@ class Recipe(BaseRecipe):
 
 
 def _tokens_of_own_head(model: Any) -> int | None:
-    """Return how many tokens the own head of a model's folder tells; None for another head."""
+    """Return the vocabulary size of a model folder's own head; None for a different head."""
     options, initial = (
         (model.get("options"), model.get("initial")) if isinstance(model, dict) else (None, None)
     )
@@ -429,7 +422,7 @@ _TOKENIZER_BYTES = 256 * 2**20
 
 
 def _tokens_of(tokenizer: Path) -> int | None:
-    """Return how many tokens a tokenizer.json knows, given it or its folder; None if unreadable."""
+    """Return the vocabulary size of a tokenizer (file or folder); None if unreadable."""
     file = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
     try:
         found = json.loads(read_text(file, _TOKENIZER_BYTES))
@@ -437,13 +430,13 @@ def _tokens_of(tokenizer: Path) -> int | None:
         numbers = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
         return 1 + max(map(int, [*numbers, *(each["id"] for each in found["added_tokens"])]))
     except (UserError, ValueError, KeyError, TypeError):
-        return None  # it is refused where it is read
+        return None  # the error is raised where the tokenizer is read
 
 
 class ScriptedRecipe(Recipe):
-    """A run by a script's own loop (`dpdist.PrivateTraining`).
+    """The recipe of a run by a script's custom loop (`dpdist.PrivateTraining`).
 
-    Commands read it, and none repeats its training.
+    Commands can read it, but cannot repeat its training.
     """
 
     training: ScriptTraining
@@ -451,7 +444,7 @@ class ScriptedRecipe(Recipe):
 
     @property
     def by_script(self) -> ScriptRecipe | None:
-        """Return what a script gave."""
+        """Return the arguments that the script gave."""
         return self.script
 
 
@@ -461,14 +454,14 @@ def built_in_recipes() -> list[Path]:
 
 
 def paper_recipes() -> list[Path]:
-    """Return the recipes of papers/, which a checkout has; elsewhere none."""
+    """Return the recipes in papers/ of a checkout; an empty list in an installed package."""
     return sorted(PAPERS_FOLDER.glob("*/recipes/*.yaml"))
 
 
 def find_recipe(name: str) -> Path:
-    """Return the path of a recipe, given as a path or by the name of one that comes with dpdist.
+    """Return the path of a recipe, given as a path or by the name of a recipe of dpdist.
 
-    In a checkout the recipes of the papers have names, too.
+    In a checkout, recipes in papers/ can be given by name too.
     """
     path = validate_path(name)
     if path.suffix in (".yaml", ".yml") and exists_as_non_folder(path):
@@ -483,35 +476,33 @@ def find_recipe(name: str) -> Path:
 
 
 def load_recipe(path: Path, changes: Mapping[str, Any] | None = None) -> Recipe:
-    """Read and validate a recipe file; its name is the file's unless it says so.
+    """Read and validate a recipe file, whose default name is that of the file.
 
-    Relative paths in the file begin at its folder, so that the recipe names the same budget and
-    the same data from any directory; those of a recipe that comes with dpdist, or is one of
-    papers/, at the current one.
-    `changes` maps dotted keys to values (from the command line), whose paths begin at the current
-    directory, too.
+    Relative paths in the file are relative to its folder, so that the recipe names the same budget
+    and data from any directory. In recipes of dpdist and of papers/, and in `changes`, they are
+    relative to the current directory.
 
-    Raises UserError with one line per wrong field: "recipes/x.yaml: privacy.delta: must be ...,
-    got ...".
+    Args:
+        path: the file.
+        changes: values by dotted key, from the command line.
+
+    Raises:
+        UserError: one line per wrong field: "recipes/x.yaml: privacy.delta: must be ..., got ...".
     """
     try:
         documents = read_yaml(path)
     except MissingFileError:
         raise UserError(f"{path}: no such recipe file") from None
     if len(documents) > 1:
-        raise UserError(f"{path}: a recipe is one document, this has {len(documents)} (---)")
+        raise UserError(f"{path}: must be one YAML document, got {len(documents)} (---)")
     raw = documents[0] if documents else None
     if not isinstance(raw, dict):
-        raise UserError(
-            f"{path}: a recipe is a mapping of keys to values, got {type(raw).__name__}"
-        )
+        raise UserError(f"{path}: must be a mapping of keys to values, got {type(raw).__name__}")
     raw.setdefault("name", path.stem)
     folder = path.absolute().parent
-    if {RECIPES_FOLDER.resolve(), PAPERS_FOLDER} & {
-        folder.resolve(),
-        folder.resolve().parent.parent,
-    }:
-        folder = Path.cwd()  # nobody keeps data beside the code
+    own = folder.resolve()
+    if own == RECIPES_FOLDER.resolve() or own.parent.parent == PAPERS_FOLDER:
+        folder = Path.cwd()  # data is not kept next to the code
     if not {"privacy", "privacy.budget"} & (changes or {}).keys():
         _check_budget_place(raw, folder, path)
     found = _anchor_paths(raw, [Recipe, ScriptedRecipe], folder)
@@ -519,32 +510,32 @@ def load_recipe(path: Path, changes: Mapping[str, Any] | None = None) -> Recipe:
 
 
 def _check_budget_place(raw: Mapping[str, Any], folder: Path, context: Path) -> None:
-    """Raise UserError for a budget that the current directory has, and not the recipe's folder.
+    """Raise UserError if the current directory has the budget, and the recipe's folder has not.
 
-    Another one would begin there, and the first be forgotten.
+    A second budget would be created in the recipe's folder, and the first would not be charged.
     """
     privacy = raw.get("privacy")
     budget = privacy.get("budget") if isinstance(privacy, dict) else None
     if not isinstance(budget, str):
         return
-    here, beside = (Path(_anchored(budget, place)) for place in (Path.cwd(), folder))
-    if here.exists() and not (beside.exists() and here.samefile(beside)):
+    here, meant = (Path(_anchored(budget, place)) for place in (Path.cwd(), folder))
+    if here.exists() and not (meant.exists() and here.samefile(meant)):
         raise UserError(
-            f"{context}: privacy.budget: must be an absolute path, got {quoted(budget)}, which is "
-            f"{beside}, and {here} is another: else a ceiling could begin anew"
+            f"{context}: privacy.budget: must be an absolute path, got {quoted(budget)}, which "
+            f"means {meant}, while {here} is a different budget: a ceiling could start from zero"
         )
 
 
 def _anchor_paths(
     value: Any, sections: Sequence[type[BaseModel]], folder: Path, where: str = ""
 ) -> Any:
-    """Return a section's plain data with relative paths made absolute, beginning at `folder`.
+    """Return a section's plain data with relative paths made absolute, relative to `folder`.
 
     Args:
         value: a section as it was read, or a list or mapping of sections.
-        sections: those that it may be.
-        folder: of the recipe's file.
-        where: its dotted key; empty for the recipe.
+        sections: the classes that the section may be.
+        folder: the folder of the recipe's file.
+        where: the section's dotted key; empty for the recipe.
     """
     if isinstance(value, list):
         return [_anchor_paths(each, sections, folder, where) for each in value]
@@ -567,15 +558,15 @@ def _anchor_paths(
 
 
 def _method_named(name: object) -> list[type[BaseModel]]:
-    """Return the class of a method; none for a name that leads nowhere."""
+    """Return the class of a method in a list; an empty list for an unknown name."""
     try:
         return [find_method(name)] if isinstance(name, str) else []
     except ValueError:
-        return []  # the validation says so
+        return []  # validation reports it
 
 
 def _takes_path(annotation: Any, value: object) -> bool:
-    """Return whether a field takes this value as a path; `public.weights` knows a name too."""
+    """Return whether a field takes this value as a path; `public.weights` also takes a name."""
     if get_origin(annotation) is Literal or not isinstance(value, str):
         return False
     parts = get_args(annotation)
@@ -585,10 +576,10 @@ def _takes_path(annotation: Any, value: object) -> bool:
 
 
 def _anchored(value: str, folder: Path) -> str:
-    """Return a path that begins at `folder`; what no file system could hold is left as it is."""
+    """Return a path relative to `folder` as an absolute one; an impossible path is unchanged."""
     try:
         return str(folder / validate_path(value))
-    except UserError:  # refused where the field is checked
+    except UserError:  # raised again where the field is checked
         return value
 
 
@@ -599,9 +590,9 @@ def resolve_recipe(
     name: str | None = None,
     data_root: str | Path | None = None,
 ) -> Recipe:
-    """Return the recipe, by path, by name, as plain data or as it is, with changes.
+    """Return a recipe that is given by path, by name, as plain data or validated, with changes.
 
-    changes: by dotted key, validated as if the recipe said them. Raises UserError.
+    changes: values by dotted key, validated as part of the recipe. Raises UserError.
     """
     added = {"name": name, "data.root": None if data_root is None else str(data_root)}
     both = {**(changes or {}), **{key: value for key, value in added.items() if value is not None}}
@@ -613,7 +604,7 @@ def resolve_recipe(
 
 
 def parse_changes(assignments: Sequence[str] | None) -> dict[str, Any]:
-    """Return the changes of `--set KEY=VALUE`, by dotted key; values are written as in a recipe.
+    """Return the changes of `--set KEY=VALUE` by dotted key, with values in YAML.
 
     Raises UserError.
     """
@@ -622,76 +613,65 @@ def parse_changes(assignments: Sequence[str] | None) -> dict[str, Any]:
         key, equals, text = (part.strip() for part in one.partition("="))
         if not equals or not all(key.split(".")):
             raise UserError(
-                f"--set: give KEY=VALUE, such as training.batch_size=512, got {quoted(one)}"
+                f"--set: must be KEY=VALUE, such as training.batch_size=512, got {quoted(one)}"
             )
         if key in changes:
-            raise UserError(f"--set {key}: is given twice; keep one")
+            raise UserError(f"--set {key}: must be given once")
         documents = parse_yaml(text, f"--set {key}")
         if len(documents) > 1:
-            raise UserError(f"--set {key}: give one value, got {quoted(text)}")
+            raise UserError(f"--set {key}: must be one value, got {quoted(text)}")
         changes[key] = documents[0] if documents else None
     return changes
 
 
 def parse_recipe(raw: dict[str, Any], context: str) -> Recipe:
-    """Validate a recipe given as plain data; `context` begins each complaint."""
+    """Return the validated recipe of plain data; `context` begins each error line."""
     try:
         return (ScriptedRecipe if "script" in raw else Recipe).model_validate(raw)
     except ValidationError as error:
-        said = [_format_error(context, item) for item in iter_errors(error)]
-        if len(said) > _MAX_ERRORS:
-            said[_MAX_ERRORS:] = [f"{context}: and {len(said) - _MAX_ERRORS:,} more"]
-        raise UserError("\n".join(said)) from None
+        lines = [_format_error(context, item) for item in iter_errors(error)]
+        if len(lines) > _MAX_ERRORS:
+            lines[_MAX_ERRORS:] = [f"{context}: and {len(lines) - _MAX_ERRORS:,} more"]
+        raise UserError("\n".join(lines)) from None
 
 
 def parse_section(kind: type[_S], raw: Mapping[str, Any], context: str) -> _S:
-    """Validate one section given as plain data; `context` begins each complaint."""
+    """Return one validated section of plain data; `context` begins each error line."""
     try:
         return kind.model_validate(dict(raw))
     except ValidationError as error:
-        raise UserError(
-            "\n".join(_format_error(context, item) for item in iter_errors(error))
-        ) from None
+        lines = [_format_error(context, item) for item in iter_errors(error)]
+        raise UserError("\n".join(lines)) from None
 
 
 def refuse_unused(recipe: Recipe, context: str) -> None:
-    """Refuse options that nothing of a new run would use.
-
-    Raises:
-        UserError: one line for each.
-    """
-    found = [
+    """Raise UserError, with one line per option, for options that a new run would not use."""
+    lines = [
         *iter_unused_options(recipe),
         *iter_condition_errors(recipe.method.recipe_conditions, recipe),
     ]
-    if said := [f"{context}: {line}" for line in found]:
-        raise UserError("\n".join(said))
+    if lines:
+        raise UserError("\n".join(f"{context}: {line}" for line in lines))
 
 
 def field_error(context: str, key: str, rule: str, got: object, see: str = "") -> UserError:
-    """Return the complaint about one field that only the data can judge."""
+    """Return the error about one field whose limits depend on the data."""
     return UserError(f"{context}: {key}: {rule}, got {got}", see=see)
 
 
 def check_against_data(recipe: Recipe, records: int, context: str) -> None:
-    """Raise UserError for settings that the number of records forbids."""
+    """Raise UserError for settings that do not fit the number of records."""
     privacy, training = recipe.privacy, recipe.training
     counted = recipe.counted
     if records < 2:
         raise UserError(
-            f"{context}: data: public, private_eval_fraction, fraction and max_train leave "
-            f"{records} {counted} "
-            "to train on, must be at least 2"
+            f"{context}: data: public, private_eval_fraction, fraction and max_train must leave at "
+            f"least 2 {counted} to train on, got {records}"
         )
     if privacy.delta >= 1 / records and not privacy.allow_large_delta:
-        rule = f"must be < 1/N = {1 / records:.1e}"
-        raise field_error(
-            context,
-            "privacy.delta",
-            rule,
-            privacy.delta,
-            see="explanation/privacy.md#cost-of-a-training-run",
-        )
+        rule, page = f"must be < 1/N = {1 / records:.1e}", "cost-of-a-training-run"
+        see = f"explanation/privacy.md#{page}"
+        raise field_error(context, "privacy.delta", rule, privacy.delta, see)
     if training.batch_size > records:
         rule = f"must be <= the {records} training {counted}"
         raise field_error(context, "training.batch_size", rule, training.batch_size)
@@ -700,15 +680,15 @@ def check_against_data(recipe: Recipe, records: int, context: str) -> None:
         rule = f"must be >= batch_size = {training.batch_size}"
         raise field_error(context, "privacy.batch_cap", rule, privacy.batch_cap)
     if privacy.batch_cap == training.batch_size == records:
-        rule = "must be left out when every step takes all records"
+        rule = "must be left out if every step takes all records"
         raise field_error(context, "privacy.batch_cap", rule, privacy.batch_cap)
 
 
 def _check_class_counts(recipe: Recipe, records: int, context: str) -> None:
-    """Raise UserError where the declared class counts are not those of so many records.
+    """Raise UserError if the declared class counts do not add up to the number of records.
 
-    Only numbers that are public are compared: the private records' classes are never counted. Where
-    parts of the split are left out, the counts are of the whole split.
+    Only public numbers are compared: the classes of private records are never counted. If parts of
+    the split are left out, the counts are those of the whole split.
     """
     if not recipe.data.class_sampling:
         return
@@ -719,17 +699,17 @@ def _check_class_counts(recipe: Recipe, records: int, context: str) -> None:
         return
     rule = f"must add up to the {own:,} records to train on"
     if part is not None:
-        rule = f"must be of the whole split, at least the {own:,} records that data.{part} leaves"
+        rule = f"must be that of the whole split, >= the {own:,} records that data.{part} leaves"
     raise field_error(context, "data.class_counts", rule, f"{total:,}")
 
 
 def checked_class_rates(recipe: Recipe, mean_rate: float, context: str) -> ClassRates | None:
-    """Return `Recipe.class_rates`. Raises UserError where they leave a class no chance to join."""
+    """Return `Recipe.class_rates`. Raises UserError if a class would never be sampled."""
     try:
         return recipe.class_rates(mean_rate)
     except ValueError as error:
         rates = ", ".join(f"{name}: {rate:g}" for name, rate in recipe.data.class_sampling.items())
-        rule = "must leave each class a chance to join a batch of this size"
+        rule = "must give each class a rate above 0 in batches of this size"
         raise field_error(context, "data.class_sampling", rule, rates) from error
 
 
@@ -742,8 +722,8 @@ def step_count(recipe: Recipe, records: int) -> int:
     steps = max(1, training.epochs * records // training.batch_size)
     if steps > MAX_STEPS:
         raise UserError(
-            f"training.epochs: must make at most {MAX_STEPS:,} steps, {training.epochs} epochs of "
-            f"{records} records in batches of {training.batch_size} make {steps:,}"
+            f"training.epochs: must give at most {MAX_STEPS:,} steps, got {training.epochs} epochs "
+            f"of {records} records in batches of {training.batch_size}, {steps:,} steps"
         )
     return steps
 
@@ -760,14 +740,14 @@ def _set_key(raw: dict[str, Any], dotted: str, value: Any) -> None:
         nested = raw.get(parent)
         if isinstance(nested, str):
             nested = {"name": nested}
-        # What is no section is replaced: the validation then says that it has no such key.
+        # A value that is not a section is replaced; validation then reports the unknown key.
         raw[parent] = nested = nested if isinstance(nested, dict) else {}
         raw = nested
     raw[last] = value
 
 
 def _nested_sections(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the sections that an annotation names, each kind of a union."""
+    """Yield the sections in an annotation, each member of a union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for inner in get_args(annotation):
@@ -775,7 +755,7 @@ def _nested_sections(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _keys_of(sections: Iterable[type[BaseModel]], where: str = "") -> Iterator[str]:
-    """Yield the dotted keys of sections, and of those within them, whatever their kind."""
+    """Yield the dotted keys of sections and of the sections in them."""
     for section in sections:
         for name, field in section.model_fields.items():
             yield f"{where}{name}"
@@ -786,7 +766,7 @@ _MAIN_SECTIONS = ("data", "model", "privacy", "training", "certify", "resources"
 
 
 def _did_you_mean(location: Sequence[Any]) -> str:
-    """Return a guess at what an unknown key was meant to be, dotted; "" where none is near."""
+    """Return the known dotted key that is closest to an unknown one; "" if none is close."""
     *section, key = map(str, location)
     known = {each.rpartition(".")[::2] for each in _keys_of([Recipe])}
     own = sorted(name for around, name in known if around == ".".join(section))
@@ -797,12 +777,12 @@ def _did_you_mean(location: Sequence[Any]) -> str:
 
 
 def _without_tags(location: Sequence[Any]) -> list[Any]:
-    """Return a location without the tags of unions, which pydantic repeats there."""
-    found = list(location)
+    """Return a location without the tags of unions that pydantic adds."""
+    keys = list(location)
     for union in (["method"], ["certify"], ["audit"], ["resources", "workers"]):
-        if found[: len(union)] == union and len(found) > len(union):
-            del found[len(union)]
-    return found
+        if keys[: len(union)] == union:
+            del keys[len(union) : len(union) + 1]
+    return keys
 
 
 def _format_error(context: str, item: Any) -> str:
@@ -832,7 +812,7 @@ def iter_differences(first: Any, second: Any, prefix: str = "") -> Iterator[tupl
 
 
 def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the settings of nested sections by their dotted names."""
+    """Yield dotted key and value of each setting of nested sections."""
     if not isinstance(value, dict) or not value:
         yield prefix.rstrip("."), value
         return
@@ -844,7 +824,7 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def plan_with_noise(recipe: Recipe, records: int, noise_multiplier: float) -> PrivacyPlan:
-    """Return the plan of one training of the recipe with this noise, and of its scores.
+    """Return the plan of one training with this noise multiplier, including private scores.
 
     The recipe's own noise is ignored. Raises ValueError for settings that no plan allows.
     """
@@ -860,7 +840,7 @@ def _plan_without_scores(recipe: Recipe, records: int, noise_multiplier: float) 
         raise ValueError(f"batch_size {batch_size} is larger than the {records} records")
     rate, cap = batch_size / records, privacy.batch_cap
     classes = recipe.class_rates(rate)
-    rate = rate if classes is None else classes.largest  # what is paid for
+    rate = rate if classes is None else classes.largest  # the rate that is accounted
     steps = GaussianSteps(step_count(recipe, records), noise_multiplier, rate, cap, classes)
     return PrivacyPlan(
         records,
@@ -874,18 +854,15 @@ def _plan_without_scores(recipe: Recipe, records: int, noise_multiplier: float) 
 
 
 def make_plan(recipe: Recipe, records: int, context: str) -> PrivacyPlan:
-    """Return the plan of a recipe on `records` records, as `resolve_plan` finds it."""
+    """Return the plan of a recipe on `records` records, as `resolve_plan` computes it."""
     return resolve_plan(recipe, records, context)[1]
 
 
 def resolve_plan(recipe: Recipe, records: int, context: str) -> tuple[float, PrivacyPlan]:
     """Return the noise multiplier of a recipe on `records` records, and the plan with it.
 
-    The noise is calibrated when epsilon is given. Only the method knows the noise of each step
-    of the plan.
-
-    With privacy.nominal_records nothing in it depends on `records`. Raises UserError when the
-    recipe does not fit the data or the target cannot be reached.
+    The noise is calibrated if epsilon is given. With privacy.nominal_records, neither value depends
+    on `records`. Raises UserError if the recipe does not fit the data or epsilon cannot be reached.
     """
     privacy = recipe.privacy
     check_against_data(recipe, privacy.nominal_records or records, context)
@@ -894,7 +871,7 @@ def resolve_plan(recipe: Recipe, records: int, context: str) -> tuple[float, Pri
         assert privacy.epsilon is not None
 
         def plan_with(noise: float) -> PrivacyPlan:
-            # Scores are of other records: what they cost is no part of what the steps may cost.
+            # Scores are computed on other records, so they use no part of the steps' epsilon.
             plan = _plan_without_scores(recipe, records, noise)
             return replace(plan, phases=(*recipe.phases_in_target(plan), *plan.phases))
 
@@ -912,7 +889,7 @@ def resolve_plan(recipe: Recipe, records: int, context: str) -> tuple[float, Pri
 
 
 def _check_score_noise(recipe: Recipe, plan: PrivacyPlan, context: str) -> None:
-    """Raise UserError for scores on held-out records that cost more than privacy.epsilon."""
+    """Raise UserError if the scores on held-out private records exceed privacy.epsilon."""
     target, score = recipe.privacy.epsilon, recipe.score
     if score is None or target is None:
         return
@@ -926,30 +903,30 @@ def _check_score_noise(recipe: Recipe, plan: PrivacyPlan, context: str) -> None:
 
 
 def _check_stages(recipe: Recipe, plan: PrivacyPlan) -> None:
-    """Raise UserError for bought statistics that would not be counted with the training."""
+    """Raise UserError for bought statistics that no joint epsilon with the training covers."""
     for each in recipe.stages:
         if not each.in_target:
             continue
         if recipe.privacy.budget is not None:
             raise UserError(
-                "privacy.budget: must be left out with bought statistics, of which a budget does "
-                "not know the records"
+                "privacy.budget: must be left out with bought statistics: the budget does not know "
+                "the records that they were computed from"
             )
         if each.phases_within(plan, recipe.privacy_unit) is None:
             raise UserError(
                 f"began_with: {each.name}: must have the training's privacy.unit, "
                 "max_records_per_user, adjacency and nominal_records, so that one epsilon covers "
-                "both, got others"
+                "both"
             )
 
 
 def check_plan(
     recipe: Recipe, plan: PrivacyPlan, noise_multiplier: float | None, context: str
 ) -> None:
-    """Raise UserError unless the recipe makes this plan, on the plan's number of records.
+    """Raise UserError unless the recipe gives this plan on the plan's number of records.
 
-    noise_multiplier: of its steps, as it was found for privacy.epsilon; not needed where the recipe
-    gives it. None: it is found again.
+    noise_multiplier: that of the steps, as calibrated; ignored if the recipe gives it. None
+    calibrates it again.
     """
     given = recipe.privacy.noise_multiplier
     noise = noise_multiplier if given is None else given
@@ -959,34 +936,34 @@ def check_plan(
         else:
             made = plan_with_noise(recipe, plan.records, noise)
     except ValueError as error:
-        raise UserError(f"{context}: no plan of this run's recipe: {error}") from error
+        raise UserError(f"{context}: this run's recipe gives no plan: {error}") from error
     if made != plan:
         before, now = plan.to_dict(), made.to_dict()
         changed = sorted(key for key in before | now if before.get(key) != now.get(key))
         raise UserError(
-            f"{context}: {', '.join(changed)}: must be what the run's recipe makes; put back "
-            "plan and recipe as the run was begun with them, or begin a new run under another "
-            "--name"
+            f"{context}: {', '.join(changed)}: must match the run's recipe; restore the plan and "
+            "recipe that the run was started with, or start a new run under a different --name"
         )
 
 
 def refuse_answers(plan: PrivacyPlan, context: str) -> None:
-    """Raise UserError for a training that pays for answers: as one of many, nobody would ask it."""
+    """Raise UserError for a training that releases paid answers instead of a model."""
     if plan.num_queries:
         raise UserError(
-            f"{context}: each of many trainings would need teachers of its own; take another method"
+            f"{context}: method.name: must be a method that releases its model: each of many "
+            "trainings would need its own teachers"
         )
 
 
 def training_only(recipe: Recipe) -> Recipe:
-    """Return the recipe of its training alone."""
+    """Return the recipe without its search, certification and audit."""
     return parse_recipe(_training_sections(recipe), recipe.name)
 
 
 def without_privacy(recipe: Recipe, sections: Mapping[str, Section] | None = None) -> Recipe:
     """Return the recipe of the same training by ordinary SGD: without method, clip and noise.
 
-    sections: in place of its own, by name.
+    sections: by name; they replace the recipe's own.
     """
     raw = _training_sections(recipe)
     for name, section in (sections or {}).items():
@@ -994,10 +971,9 @@ def without_privacy(recipe: Recipe, sections: Mapping[str, Section] | None = Non
     if sections:
         raw["public"] = None  # about the recipe's own model
     raw["method"] = DEFAULT.model_dump(mode="json")
-    raw["statistics"] = None  # whose constants stay
-    raw["privacy"] |= {
-        "epsilon": None, "noise_multiplier": 0.0, "clipping": "none", "batch_cap": None
-    }  # fmt: skip
+    raw["statistics"] = None  # their constants stay
+    plain = {"epsilon": None, "noise_multiplier": 0.0, "clipping": "none", "batch_cap": None}
+    raw["privacy"] |= plain
     return parse_recipe(raw, recipe.name)
 
 

@@ -21,7 +21,7 @@ def test_same_code_passes_wherever_it_lies():
     assert moved["dpdist"] == f"/elsewhere{driver['dpdist']}"
     check_same_versions(driver, PACKAGES, "here")
     check_same_versions(moved, PACKAGES, "here")
-    with pytest.raises(ClusterError, match="here: dpdist is "):
+    with pytest.raises(ClusterError, match="here: dpdist"):
         check_same_versions(moved | {"dpdist": moved["dpdist"] + "0"}, PACKAGES, "here")
 
 
@@ -29,7 +29,7 @@ def test_same_code_passes_wherever_it_lies():
 def test_a_difference_is_named(name):
     driver = dict(package_fingerprints(PACKAGES))
     driver[name] = "/somewhere:0123"
-    with pytest.raises(ClusterError, match=f"node 7: {name} is .*on the driver it is /somewhere"):
+    with pytest.raises(ClusterError, match=f"node 7: {name}: "):
         check_same_versions(driver, PACKAGES, "node 7")
 
 
@@ -53,5 +53,5 @@ def test_a_host_without_the_shared_folder_is_named(tmp_path):
     driver = package_fingerprints(PACKAGES)
     _check_node(driver, PACKAGES, "node 7", token, b"driver's")
     for other, content in ((token, b"another folder's"), (tmp_path / "x" / ".seen", b"driver's")):
-        with pytest.raises(ClusterError, match=r"^node 7 does not see the run folder .*--runs"):
+        with pytest.raises(ClusterError, match=r"^node 7: .*--runs"):
             _check_node(driver, PACKAGES, "node 7", other, content)

@@ -57,7 +57,7 @@ def test_what_is_named_travels_and_secrets_never_do(tmp_path):
     more = {"notes.txt", "sub/deep/slice.dcm", "sub/deep/array.npy", "labels.json"}
     assert sent == {*SENT, *more}
     for name in ("id.pem", "runs", "sub/private/key.txt", ".env", "nowhere", "../other.txt"):
-        with pytest.raises(ClusterError, match=r"--send .*: must be a file or folder of"):
+        with pytest.raises(ClusterError, match="--send"):
             PackageSpec(source, ((source / name),)).select_files()
     # What the recipe reads is a wish of the user's, too, but no reason to refuse.
     assert PackageSpec(source, recipe_files=(source / "runs", source / "model.pt")).select_files()[
@@ -94,7 +94,7 @@ def test_too_much_is_refused_with_the_largest_files(tmp_path):
     source = tmp_path / "work"
     fill(source, ["a.py"])
     (source / "notes.yaml").write_bytes(bytes(3000))
-    with pytest.raises(ClusterError, match=r"largest: notes.yaml .* shared storage"):
+    with pytest.raises(ClusterError, match=r"notes\.yaml"):
         pack(PackageSpec(source), tmp_path / "package", limit=2000)
     assert not (tmp_path / "package").exists()
     assert pack(PackageSpec(source), tmp_path / "package", limit=4000).size == 3004
@@ -103,7 +103,7 @@ def test_too_much_is_refused_with_the_largest_files(tmp_path):
 @pytest.mark.parametrize("name", ["dpdist.py", "dpdist/__init__.py"])
 def test_a_file_that_would_hide_a_package_is_refused(name, tmp_path):
     fill(tmp_path / "work", [name])
-    with pytest.raises(ClusterError, match="would hide the package"):
+    with pytest.raises(ClusterError, match=name.partition("/")[0]):
         pack(PackageSpec(tmp_path / "work"), tmp_path / "package")
 
 

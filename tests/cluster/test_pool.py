@@ -91,7 +91,7 @@ def test_a_failure_among_thousands_is_blamed_on_its_own_chunk():
 
         return work
 
-    with pytest.raises(ClusterError, match=r"^c1777 failed 5 times: no such pixel"):
+    with pytest.raises(ClusterError, match="c1777"):
         collect(factory, None, chunks_of(3000), actors=2)
 
 

@@ -76,7 +76,7 @@ def test_it_is_trained_certified_reported_and_released(beside, monkeypatch, caps
     assert "Varied, Theorem 0" in (run / "report/index.html").read_text()
     dpdist("release", str(run))
     card = json.loads((run / "release/privacy_card.json").read_text())
-    assert "varied:Varied costs what its class says" in json.dumps(card)
+    assert "the class varied:Varied states its privacy cost correctly" in json.dumps(card)
     assert "the sum is forgotten" in json.dumps(card)
 
 

@@ -188,7 +188,7 @@ def test_the_same_classifier_is_the_same_model_data_and_noise(
     assert is_same_classifier(table, certificates) == same
     found = attack_outcome_table(table, [certificates])
     assert (len(found.header) == 6) == shown == bool(found.notes)
-    assert not shown or ("another classifier" in found.notes[0]) == (not same)
+    assert not shown or ("classifier" in found.notes[0]) == (not same)
 
 
 def test_hidden_noise_is_attacked_as_it_is_certified(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_hidden_noise_is_attacked_as_it_is_certified(tmp_path: Path) -> None:
         table = read_attack(path)
         assert is_same_classifier(table, same) and not is_same_classifier(table, other)
         (note,) = attack_outcome_table(table, [other]).notes
-        assert note.endswith(f"another classifier than the attacked one (that answers by {named})")
+        assert named in note
         assert "mean scores" in table.description or not by
 
 
@@ -216,7 +216,7 @@ def test_one_input_has_one_certificate(tmp_path: Path) -> None:
     table = tables.read(smoothed_table(tmp_path / "a/certificates.parquet"))
     twice = pa.concat_tables([table, table.slice(0, 1)])
     tables.write(twice, tmp_path / "b/certificates.parquet")
-    with pytest.raises(UserError, match="more than one certificate of the same input"):
+    with pytest.raises(UserError, match=r"b/certificates\.parquet"):
         table_reader.read(tmp_path / "b/certificates.parquet")
 
 
@@ -238,5 +238,5 @@ def test_an_evaluation_says_what_was_counted_of_this_model(golden: Any, tmp_path
     told = json.loads(run.evaluation.read_text())
     assert load_results(run).evaluation == told
     run.evaluation.write_text(json.dumps(told | {"model": "0" * 32}))
-    with pytest.raises(UserError, match=r"of another model .*; remove .*evaluation\.json$"):
+    with pytest.raises(UserError, match=r"remove .*evaluation\.json$"):
         load_results(run)

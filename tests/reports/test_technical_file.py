@@ -7,7 +7,7 @@ import re
 import dpdist
 from dpdist.reports.technical_file import technical_file
 
-OPEN = "Not held by this run: to be written by the provider."
+OPEN = "Not part of this run: to be written by the provider."
 
 
 def test_it_has_the_points_of_both_regulations_and_states_what_the_report_states(

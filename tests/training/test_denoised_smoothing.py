@@ -190,9 +190,9 @@ def test_the_commands_put_a_denoiser_before_any_classifier(dpdist, public, tmp_p
 
     other, saved = ("--classifier", tmp_path / "other"), ("--denoiser", public / "denoiser")
     for run, name, parts, complaint in (
-        ("d", "x", (), "give it with one of --classifier and --denoiser"),
+        ("d", "x", (), "--run: "),
         ("d", "a/b", other, "NAME"),
-        ("d", "x", other + saved, "give it with one of --classifier and --denoiser"),
+        ("d", "x", other + saved, "--run: "),
         ("e", "x", other, "e: no such run under"),
         ("d", "moved", other, "exists already"),
         ("d", "x", ("--classifier", tmp_path / "nowhere"), "nowhere: no model there"),

@@ -201,7 +201,7 @@ def test_the_folder_is_an_ordinary_run(tmp_path, monkeypatch, capsys):
     assert facts.guarantee.epsilon <= 3.0 and facts.guarantee.kind == "proved"
     assert facts.evaluation is not None and facts.evaluation["inputs"] == 30
     card = facts.privacy_card()
-    assert any("code of the user" in note for note in card["notes"])
+    assert any("custom loop" in note for note in card["notes"])
     assert any("independence of the model: known layers" in note for note in card["notes"])
     assert any("initial weights" in line for line in card["assumptions"])
 
@@ -421,10 +421,10 @@ def test_an_early_end_costs_all_planned_steps(tmp_path):
         t.step()
     facts = dpdist.load_results(run)
     card = facts.privacy_card()
-    assert card["extra"]["stopped"] == "after 2 of 6 steps; all are charged"
-    assert ("stopped", "after 2 of 6 steps; all are charged") in facts.summary()
+    assert card["extra"]["stopped"] == "after 2 of 6 steps; epsilon counts all of them"
+    assert ("stopped", "after 2 of 6 steps; epsilon counts all of them") in facts.summary()
     assert card["guarantee"]["epsilon"] == planned.epsilon
-    assert "The training was stopped after 2 of 6 steps; all are charged." in technical_file(facts)
+    assert "The training was stopped after 2 of 6 steps" in technical_file(facts)
     (budget,) = read_budgets(tmp_path / "budgets")
     assert budget.charges[0].status == "settled"
     assert math.isclose(budget.guarantee(1e-3).epsilon, planned.epsilon, rel_tol=1e-6)

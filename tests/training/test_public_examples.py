@@ -184,7 +184,7 @@ def test_a_card_says_how_records_are_kept_apart(name, tmp_path):
     card = load_results(folder).privacy_card()
     (note,) = [note for note in card["notes"] if "independence" in note]
     assert note.startswith(f"Record independence of the model: {said} (")
-    alone = "the model and the loss treat each record alone"
+    alone = "the model and the loss treat each record independently"
     assumed = [line for line in card["assumptions"] if line == alone]
     assert len(assumed) == (said == SCREENED)
     assert any("Custom model" in note for note in card["notes"]) == ("own" in name)

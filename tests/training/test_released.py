@@ -249,12 +249,10 @@ def test_a_step_that_the_plan_has_not(run):
     recipe, folder = run
     with Ledger.open(folder.ledger, read_verified_ledger(folder).plan.fingerprint()) as ledger:
         ledger.record(STEPS, "ab" * 32)
-    refused(recipe, folder, "holds steps that")
+    refused(recipe, folder, "steps")
 
 
-@pytest.mark.parametrize(
-    ("steps", "why"), [(STEPS + 1, "has more steps than"), (STEPS - 1, "has other steps than")]
-)
+@pytest.mark.parametrize(("steps", "why"), [(STEPS + 1, "more steps"), (STEPS - 1, "steps: ")])
 def test_a_training_of_other_steps_than_the_plan(run, steps, why):
     """Too many steps are refused before missing ones are listed: there may be very many."""
     recipe, folder = run

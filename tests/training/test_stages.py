@@ -253,7 +253,7 @@ def test_private_metrics_make_the_kind_assumed_wherever_it_stands(tmp_path, fact
     assert facts.guarantee.kind == again.guarantee.kind == POST_PROCESSED
     folder = released(again)
     said = dict(verify_release(folder, trusted_factory=factory))
-    assert POST_PROCESSED in said["epsilon, computed again"]
+    assert POST_PROCESSED in said["epsilon, recomputed"]
     assert "assumed" in (folder / "README.md").read_text().split("##")[0]
     assert POST_PROCESSED in str(dpdist.load(folder))
 

@@ -240,7 +240,7 @@ def test_the_trials_of_a_fixed_number_are_shown_and_of_a_secret_one_are_not(
     assert float(rows[best][3]) == pytest.approx(max(s[-1] for s in scores if s), rel=1e-3)
     write_report(search.run_folder)
     page = search.run_folder.report_file.read_text()
-    assert "All its trials" in page and "&lt;lost&gt; &amp; gone" in page and "<lost>" not in page
+    assert "All trials" in page and "&lt;lost&gt; &amp; gone" in page and "<lost>" not in page
 
     secret = golden("search", tmp_path / "golden")
     facts = load_results(secret)
