@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from dpdist.cluster.versions import check_same_versions, package_fingerprints
 from dpdist.cluster.work import Chunk, ChunkJob, in_order
 from dpdist.core.errors import ClusterError, InvalidResultsError
 
@@ -27,15 +29,27 @@ from dpdist.core.errors import ClusterError, InvalidResultsError
 class PoolActor:
     """An actor that builds its worker once, and calls it with each payload."""
 
-    def __init__(self, factory: Callable[..., Callable[[Any], Any]], shared: Any) -> None:
-        self._factory, self._shared = factory, shared
+    def __init__(
+        self,
+        factory: Callable[..., Callable[[Any], Any]],
+        shared: Any,
+        check_host: Callable[[], None],
+    ) -> None:
+        self._factory, self._shared, self._check_host = factory, shared, check_host
 
     def ready(self) -> bool:
+        self._check_host()
         self._worker = self._factory(self._shared)
         return True
 
     def run(self, payload: Any) -> Any:
         return self._worker(payload)
+
+
+def _check_host(driver: dict[str, str], packages: tuple[str, ...]) -> None:
+    """Raise ClusterError if this host, which may have joined late, has different packages."""
+    if packages:
+        check_same_versions(driver, packages, f"node {ray.util.get_node_ip_address()}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +90,11 @@ _POLL_SECONDS = 0.5  # between checks of the actors
 _DRAIN_SECONDS = 2.0  # for running calls when the caller is interrupted
 
 
-def run_chunks(job: ChunkJob, is_session_lost: Callable[[], bool] = lambda: False) -> None:
+def run_chunks(
+    job: ChunkJob,
+    is_session_lost: Callable[[], bool] = lambda: False,
+    packages: tuple[str, ...] = (),
+) -> None:
     """Run every chunk on actors. Ray must be initialized.
 
     After Ctrl-C or a ClusterError, the results of calls that end within two seconds are still
@@ -85,12 +103,14 @@ def run_chunks(job: ChunkJob, is_session_lost: Callable[[], bool] = lambda: Fals
     Args:
         job: the chunks and their worker.
         is_session_lost: returns whether Ray's calls would not return, so that the end skips them.
+        packages: names of packages whose sources must be the driver's in every actor, also on a
+            host that joins later.
 
     Raises:
         ClusterError: no actor can start, actors keep dying, or a chunk keeps failing.
         InvalidResultsError: a worker raised it; the chunk is not retried.
     """
-    pool = _Pool(job)
+    pool = _Pool(job, packages)
     try:
         pool.run()
     except (KeyboardInterrupt, ClusterError):
@@ -119,8 +139,10 @@ class _Slot:
 
 
 class _Pool:
-    def __init__(self, job: ChunkJob) -> None:
+    def __init__(self, job: ChunkJob, packages: tuple[str, ...]) -> None:
         self.job, self.settings = job, job.settings
+        driver = package_fingerprints(packages) if packages else {}
+        self.check_host = partial(_check_host, driver, packages)
         self.source = in_order(job.chunks)
         self.chunks_read = 0
         self.pending: set[str] = set()  # read from the source, without a result
@@ -208,7 +230,7 @@ class _Pool:
         self._read_ahead()
         for _ in range(min(self.max_actors, len(self.pending)) - len(self.slots)):
             actor = self.actor_class.options(num_cpus=1, num_gpus=self.settings.num_gpus).remote(
-                self.job.make_worker, self.shared
+                self.job.make_worker, self.shared, self.check_host
             )
             self.slots.append(_Slot(actor, actor.ready.remote()))
         never = not self.durations and not any(slot.is_ready for slot in self.slots)

@@ -417,6 +417,7 @@ class RayExecutor(Executor):
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._packages: tuple[str, ...] = ()  # checked on the hosts of a cluster
 
     @property
     def gpus(self) -> float:
@@ -441,8 +442,10 @@ class RayExecutor(Executor):
         ]
 
     def check_nodes(self, packages: Sequence[str], shared_folder: Path) -> None:
-        """Check every live host."""
+        """Check every live host, and later those of all actors."""
         check_nodes(packages, shared_folder)
+        if not self._session.local:
+            self._packages = tuple(packages)
 
     def run_once(
         self,
@@ -464,7 +467,7 @@ class RayExecutor(Executor):
         """Run the chunks on a pool of actors (`dpdist.cluster.actor_pool`)."""
         from dpdist.cluster.actor_pool import run_chunks
 
-        run_chunks(job, is_session_lost)
+        run_chunks(job, is_session_lost, self._packages)
 
     def run_workers(self, group: WorkerGroup) -> None:
         """Run the group on Ray Train, which restarts it up to `max_restarts` times."""

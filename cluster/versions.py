@@ -97,6 +97,11 @@ def check_nodes(packages: Sequence[str], shared_folder: Path) -> None:
         raise ClusterError(f"a node cannot run dpdist: {error.cause}") from error
     except ray.exceptions.GetTimeoutError as error:
         raise ClusterError("a node did not answer within 120 s; check its Ray processes") from error
+    except ray.exceptions.RayError as error:  # such as TaskUnschedulableError
+        raise ClusterError(
+            "a node was lost during the check of the nodes; run the same command again",
+            see="how-to/cluster.md#faults",
+        ) from error
     finally:
         token.unlink()
 

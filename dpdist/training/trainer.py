@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -101,42 +102,49 @@ def train(
         with open_executor(log_file=job.folder.log) as executor:
             return train(job, executor, progress, log)
     folder, executor = job.folder, place_training(job, session)
-    if not folder.training_summary.exists():
-        if isinstance(executor, LocalExecutor):
-            from dpdist.training.worker import require_current_code
-
-            require_current_code(job.recipe, folder.path)
-        _check_not_running(folder)
-        remove_leftovers(folder.path, folder.private, folder.model_folder, folder.checkpoints)
-        remove_leftovers(*folder.checkpoints.glob("step-*"))
-    with _budget_charged(job):
+    with _only_command(folder):
         if not folder.training_summary.exists():
-            executor.check_nodes(PACKAGES, folder.private)
-            archive = Archive.find(folder)
-            looks = [WorkerChangeReporter(folder, log).poll]
-            if archive:
-                looks.append(archive.make_updater(log))
-            if not isinstance(executor, LocalExecutor):
-                resources = job.recipe.resources
-                gpus = resources.min_workers * resources.gpus_per_worker
-                need = {"CPU": resources.min_cpus, "GPU": gpus}
-                looks.append(CapacityMonitor("training", need, log).poll)
+            if isinstance(executor, LocalExecutor):
+                from dpdist.training.worker import require_current_code
 
-            def poll() -> None:
-                _report_progress(folder.progress, progress)
-                for look in looks:
-                    look()
-
-            def work() -> None:
-                if isinstance(executor, LocalExecutor):
-                    _fit_in_process(job, executor)
-                else:
-                    fit(job, executor)
-
-            with stopped_between_steps(folder) as look_at_clock:
-                looks.append(look_at_clock)
-                executor.supervise(work, poll)
+                require_current_code(job.recipe, folder.path)
+            remove_leftovers(folder.path, folder.private, folder.model_folder, folder.checkpoints)
+            remove_leftovers(*folder.checkpoints.glob("step-*"))
+        with _budget_charged(job):
+            if not folder.training_summary.exists():
+                _train_to_end(job, executor, progress, log)
     return folder.require_trained()
+
+
+def _train_to_end(
+    job: TrainJob, executor: Executor, progress: ProgressCallback, log: Callable[[str], None]
+) -> None:
+    folder = job.folder
+    executor.check_nodes(PACKAGES, folder.private)
+    archive = Archive.find(folder)
+    looks = [WorkerChangeReporter(folder, log).poll]
+    if archive:
+        looks.append(archive.make_updater(log))
+    if not isinstance(executor, LocalExecutor):
+        resources = job.recipe.resources
+        gpus = resources.min_workers * resources.gpus_per_worker
+        need = {"CPU": resources.min_cpus, "GPU": gpus}
+        looks.append(CapacityMonitor("training", need, log).poll)
+
+    def poll() -> None:
+        _report_progress(folder.progress, progress)
+        for look in looks:
+            look()
+
+    def work() -> None:
+        if isinstance(executor, LocalExecutor):
+            _fit_in_process(job, executor)
+        else:
+            fit(job, executor)
+
+    with stopped_between_steps(folder) as look_at_clock:
+        looks.append(look_at_clock)
+        executor.supervise(work, poll)
 
 
 def _budget_charged(job: TrainJob) -> AbstractContextManager[None]:
@@ -273,15 +281,37 @@ def _fit_in_process(job: TrainJob, executor: Executor) -> None:
                 raise _training_error(job.folder, traceback.format_exc(), restarts) from error
 
 
+@contextmanager
+def _only_command(folder: RunFolder) -> Iterator[None]:
+    """Lock an unfinished run for this command. Raises RunBusy if a different one trains it.
+
+    Its workers hold the ledger only once they have started, which may take minutes.
+    """
+    if folder.training_summary.exists():
+        yield
+        return
+    _check_not_running(folder)
+    with open(folder.run_key, "r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _busy(folder) from None
+        yield
+
+
 def _check_not_running(folder: RunFolder) -> None:
     """Raise RunBusy if another process holds the run's ledger."""
     try:
         wait_until_unlocked(folder.ledger, _SHUTDOWN_SECONDS)
     except JournalBusy:
-        raise RunBusy(
-            f"{folder.path}: another process is training this run; wait for it, or end it, and "
-            "the same command continues"
-        ) from None
+        raise _busy(folder) from None
+
+
+def _busy(folder: RunFolder) -> RunBusy:
+    return RunBusy(
+        f"{folder.path}: another process is training this run; wait for it, or end it, and "
+        "the same command continues"
+    )
 
 
 def _training_error(folder: RunFolder, message: str, restarts: int) -> ClusterError:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from dpdist.cluster.actor_pool import _Pool, _Slot, run_chunks
-from dpdist.cluster.session import connect
+from dpdist.cluster.executor import RayExecutor
+from dpdist.cluster.session import Session, connect
 from dpdist.cluster.work import Chunk, ChunkJob, PoolSettings
 from dpdist.core.errors import ClusterError, InvalidResultsError
 
@@ -53,6 +54,22 @@ def test_lower_priority_goes_first(tmp_path):
     chunks = [Chunk(f"c{i}", i, -i) for i in range(20)]
     collect(factory, tmp_path / "log", chunks, actors=1)
     assert (tmp_path / "log").read_text().split() == [str(i) for i in reversed(range(20))]
+
+
+@pytest.mark.e2e
+def test_an_actor_on_a_host_with_different_code_ends_the_job(monkeypatch):
+    """Also on a host that joined after the driver had checked all of them."""
+    monkeypatch.setattr(
+        "dpdist.cluster.actor_pool.package_fingerprints", lambda _: {"dpdist": "/here:different"}
+    )
+    executor = RayExecutor(Session("a cluster", 2, 0, 1))
+    monkeypatch.setattr("dpdist.cluster.executor.check_nodes", lambda *_: None)
+    executor.check_nodes(("dpdist",), Path("runs"))
+    results: list[str] = []
+    job = ChunkJob(lambda _: str, None, chunks_of(3), lambda key, _: results.append(key))
+    with pytest.raises(ClusterError, match=r"node [\d.]+: dpdist: "):
+        executor.run_chunks(job)
+    assert results == []
 
 
 @pytest.mark.e2e

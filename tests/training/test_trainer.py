@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.training import make
 
-from dpdist.cluster.executor import Executor
+from dpdist.cluster.executor import Executor, LocalExecutor
 from dpdist.cluster.work import WorkersFailedError
 from dpdist.core.errors import ClusterError
 from dpdist.privacy.ledger import JournalBusy, Ledger
@@ -52,3 +52,19 @@ def test_that_another_process_trains_a_run_is_seen_before_anything_starts(tmp_pa
             train(job, session=None)
         assert sorted(folder.path.rglob("*")) == before
     assert not started
+
+
+def test_a_second_command_ends_before_the_workers_of_the_first_have_started(tmp_path, monkeypatch):
+    recipe, folder = make(tmp_path)
+    job = prepare(recipe, folder, "test")
+    monkeypatch.setattr("dpdist.training.trainer._SHUTDOWN_SECONDS", 0.01)
+
+    class Waiting(Executor):
+        def supervise(self, work, poll):
+            with pytest.raises(RunBusy):
+                train(job, LocalExecutor())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(job, Waiting())
+    assert train(job, LocalExecutor())["steps"] == job.plan.steps
