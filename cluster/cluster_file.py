@@ -235,6 +235,11 @@ def _check_kuberay_token(key: str, environment: dict[Any, Any], report: Report) 
 
 def check_file(path: Path) -> tuple[list[str], list[str]]:
     """Return errors and notes about a cluster file. Raises UserError if it cannot be read."""
+    if path.suffix == ".sbatch":
+        raise ClusterError(
+            f"{path}: must be a file for `ray up` or KubeRay, got a batch script; check it with "
+            f"`bash -n {path}` and `grep -n FILL-IN {path}`"
+        )
     documents = [document for document in read_yaml(path, other_bases=True) if document is not None]
     if not documents or not all(isinstance(document, dict) for document in documents):
         raise ClusterError(f"{path}: must be a mapping of keys to values")

@@ -74,7 +74,7 @@ class CapacityMonitor:
             )
             self._log(
                 f"{self._work_name}: waits for hosts: the cluster has {shares}; an autoscaler "
-                "starts hosts, `ray up` starts your own"
+                "starts hosts; yours start by `ray up` or `ray start --address=HEAD:6379`"
             )
         elif self._is_short and not missing:
             self._log(f"{self._work_name}: the cluster has room again")

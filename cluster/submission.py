@@ -208,6 +208,7 @@ def pack(spec: PackageSpec, target: Path, limit: int = MAX_PACKAGE_BYTES) -> Pac
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 _POLL = 1.0  # seconds
+FETCH = "fetch"  # metadata of a job that prints a run's publishable files
 _MAX_SILENCE_SECONDS = 300.0  # without an answer, before following ends
 
 
@@ -284,13 +285,25 @@ class JobClient:
             raise
 
     def list_jobs(self) -> list[JobDetails]:
-        """Return all submitted jobs, the newest first."""
-        found = [job for job in self._call(self._client.list_jobs) if job.submission_id]
+        """Return all submitted jobs but those of `dpdist cluster fetch`, the newest first."""
+        found = [
+            job
+            for job in self._call(self._client.list_jobs)
+            if job.submission_id and FETCH not in (job.metadata or {})
+        ]
         return sorted(found, key=lambda job: -(job.start_time or 0))
 
     def read_log(self, name: str) -> str:
         """Return the output of a job so far."""
         return self._call(lambda: self._client.get_job_logs(name)) or ""
+
+    def find_job(self, name: str) -> str:
+        """Return the name of a job: `name` itself, or the newest job of the run of that name."""
+        jobs = self.list_jobs()
+        if any(job.submission_id == name for job in jobs):
+            return name
+        of_run = (job.submission_id for job in jobs if (job.metadata or {}).get("run") == name)
+        return next(of_run, None) or name
 
     def stop(self, name: str) -> bool:
         """Ask a job to end by SIGTERM; return False if it has already ended."""

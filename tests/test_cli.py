@@ -65,6 +65,8 @@ def test_every_command_has_help(dpdist, command):
         ("report a b --technical-file", "--technical-file"),
         ("import new --run a", "--run"),
         ("cluster fetch a --restore", "--restore"),
+        ("cluster check job.sbatch", "job.sbatch"),
+        ("run digits --runs s3://bucket/runs", "--runs"),
         ("account --records 10", "account"),
     ],
 )

@@ -161,7 +161,9 @@ def _pack_working_directory(recipe: Recipe, send: Sequence[Path], target: Path) 
 
 @cluster_app.command("status")
 def status(
-    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Default: all jobs.")] = None,
+    job: Annotated[
+        str | None, typer.Argument(metavar="[JOB|RUN]", help="Default: all jobs.")
+    ] = None,
     follow: Annotated[
         bool, flag("--follow", "Show progress, and fetch the report at the end.")
     ] = False,
@@ -177,6 +179,7 @@ def status(
             start = time.strftime("%Y-%m-%d %H:%M", time.localtime((each.start_time or 0) / 1000))
             typer.echo(f"{each.submission_id}\t{each.status}\t{start}\t{each.entrypoint}")
         return
+    job = jobs.find_job(job)
     if follow:
         _follow_and_fetch(jobs, job)
         return
@@ -190,12 +193,16 @@ def status(
 
 @cluster_app.command("stop")
 def stop(
-    job: Annotated[str, typer.Argument(metavar="JOB", help="The name of the job.")],
+    job: Annotated[
+        str, typer.Argument(metavar="JOB|RUN", help="The name of a job, or of a run: its newest.")
+    ],
 ) -> None:
     """Stop a job; to resume its run, submit the same recipe."""
     from dpdist.cluster.submission import JobClient
 
-    stopped = JobClient().stop(job)
+    jobs = JobClient()
+    job = jobs.find_job(job)
+    stopped = jobs.stop(job)
     typer.echo(f"{job}: {'stopping' if stopped else 'had already ended'}")
 
 
@@ -285,6 +292,7 @@ def _follow_and_fetch(jobs: JobClient, job: str) -> None:
 
 
 def _fetch_run(jobs: JobClient, run: str, runs: str | None, into: Path) -> None:
+    from dpdist.cluster.submission import FETCH
     from dpdist.core import console
     from dpdist.core.errors import ClusterError, UserError
     from dpdist.core.fields import check_run_name
@@ -296,7 +304,7 @@ def _fetch_run(jobs: JobClient, run: str, runs: str | None, into: Path) -> None:
         raise UserError(f"{run!r}: {error}") from None
     job = f"fetch-{name}-{secrets.token_hex(4)}"
     command = ["dpdist", "cluster", "export", run, *(["--runs", runs] if runs else [])]
-    jobs.submit(job, shlex.join(command))
+    jobs.submit(job, shlex.join(command), metadata={FETCH: run})
     ended = jobs.follow(job, lambda text: None)
     log = jobs.read_log(job)
     if ended.status != "SUCCEEDED":

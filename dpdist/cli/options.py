@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -76,6 +77,12 @@ def path_callback(*suffixes: str) -> OptionCallback:
             path = validate_path(value)
         except UserError as error:
             raise UserError(f"{_option_name(param)}: {error}") from None
+        if re.match(r"[a-z][a-z0-9+.-]+:/", str(value)):  # which Path has cut of a slash
+            raise UserError(
+                f"{_option_name(param)}: must be a path that this machine can open, got {value}; "
+                "resources.archive copies a run to an object store",
+                see="how-to/cluster.md#an-archive-in-an-object-store",
+            )
         if suffixes:
             _check_writable(path, suffixes, _option_name(param))
         return path

@@ -74,7 +74,11 @@ class _Handler(BaseHTTPRequestHandler):
                 {"version": "4", "ray_version": "2.60.0", "ray_commit": "", "session_name": ""}
             )
         elif self.path == "/api/jobs/":
-            self._answer([self._job(), {**self._job(), "submission_id": None, "type": "DRIVER"}])
+            driver = {"submission_id": None, "type": "DRIVER"}
+            fetch = {"submission_id": "fetch-my", "metadata": {"fetch": "my"}}
+            older = {"submission_id": "run-0", "start_time": 1_600_000_000_000}
+            others = ({**self._job(), **each} for each in (driver, fetch, older))
+            self._answer([*others, self._job()])
         elif self.path == "/api/jobs/run-1":
             self._answer(self._job())
         elif self.path == "/api/jobs/run-1/logs":
@@ -139,7 +143,8 @@ def test_submit_list_and_stop(server):
     assert server.submitted[0]["entrypoint"] == "dpdist run digits"
     assert server.submitted[0]["submission_id"] == "run-1"
     assert server.submitted[0]["metadata"] == {"run": "digits"}
-    assert [job.submission_id for job in jobs.list_jobs()] == ["run-1"]
+    assert [job.submission_id for job in jobs.list_jobs()] == ["run-1", "run-0"]
+    assert [jobs.find_job(name) for name in ("my", "run-0", "none")] == ["run-1", "run-0", "none"]
     assert jobs.stop("run-1") and server.stopped == ["/api/jobs/run-1/stop"]
     with pytest.raises(ClusterError, match="none: "):
         jobs.stop("none")
