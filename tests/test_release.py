@@ -459,7 +459,7 @@ def test_a_release_answers_without_its_run(copied, call, work):
     assert done.code == 2 and "certify.sigma" in done.err
     label = int(loaded.model(torch.from_numpy(np.load(path))[None]).argmax())
     done = call("predict", copied, path)
-    assert done.code == 0 and done.out == f"{path}: {label} (no certificate)\n"
+    assert done.code == 0 and done.out.startswith(f"{path}: {label} ")
 
 
 def test_a_release_is_certified_without_its_run(copied, call, work, monkeypatch):

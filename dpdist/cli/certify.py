@@ -390,11 +390,12 @@ def predict_command(
     trust_factory: TrustFactory = None,
     signer: Signer = None,
 ) -> None:
-    """Predict with fresh secret noise, on this machine, with the model of a run or a release.
+    """Predict on this machine with the model of a run or a release: labels of images or rows.
 
-    The noise is that of the recipe; change it by --set certify.sigma=S, certify.n=N and
-    certify.alpha=A. A model of texts answers without noise and certificates, with the label or the
-    most probable next tokens.
+    If the recipe certifies, each answer uses fresh secret noise and has a certified radius; change
+    the noise by --set certify.sigma=S, certify.n=N and certify.alpha=A. Otherwise the answer is the
+    probabilities of the classes. A model of texts answers with probabilities of labels or of next
+    tokens.
 
     With --to, a released language model continues the prompts, which adds nothing to epsilon: it
     writes --set sampling.count=N texts per prompt; you can also set sampling.max_tokens,
@@ -524,6 +525,7 @@ def _answer_texts(
 
 
 _NOT_FINITE = "no answer: its scores are not finite"
+_SHOWN = 5  # most probable classes
 
 
 @dataclass(frozen=True)
@@ -651,18 +653,23 @@ def _tell_values(saved: _SavedModel, files: list[Path], as_json: bool) -> None:
 def _tell_plain_labels(
     saved: _SavedModel, model: nn.Module, inputs: list[tuple[str, Tensor]], as_json: bool
 ) -> None:
-    """Print the labels of a model without noise, and that they are not certified."""
+    """Print the probabilities of a model without noise, and that they are not certified."""
     from dpdist import models
 
     console.log(
         f"{saved.path}: predictions without noise and without a certificate; to certify, use --set "
         "certify.sigma=S"
     )
-    labels = models.predicted_classes(_plain_outputs(model, inputs)).tolist()
-    for (name, _), label in zip(inputs, labels, strict=True):
-        text = _NOT_FINITE if label == -1 else saved.classes[label]
+    outputs = _plain_outputs(model, inputs)
+    labels = models.predicted_classes(outputs).tolist()
+    for (name, _), label, shares in zip(inputs, labels, outputs.double().softmax(1), strict=True):
+        likely = sorted(zip(shares.tolist(), saved.classes, strict=True), reverse=True)
+        named = ", ".join(f"{each} {format_percent(p)} %" for p, each in likely[:_SHOWN])
+        text = _NOT_FINITE if label == -1 else named
         uncertified = {"radius": None, "norm": None, "sigma": None, "alpha": None}
         more = {"abstain": label == -1, **uncertified, "certified": False}
+        if label != -1:
+            more["probabilities"] = {each: p for p, each in likely}
         _print_label(name, saved.classes, label, more, f"{text} (no certificate)", as_json)
 
 

@@ -81,13 +81,10 @@ class Answerer:
         Raises ValueError for an invalid image, and UserError for an invalid record.
         """
         shape = self._shape
-        rules = self._about.data.columns.feature_rules
-        if rules or isinstance(image, Mapping):  # raw features, as in their files
-            from dpdist.core.preprocessing import ColumnPreprocessing
-            from dpdist.data.preprocessing import Preprocessing
-
-            plain = dict.fromkeys(self._about.data.columns.features, ColumnPreprocessing())
-            image = Preprocessing(rules or plain).transform_record(image)
+        if self._about.data.columns.feature_rules or isinstance(image, Mapping):  # a raw record
+            if (preprocessing := self._about.preprocessing()) is None:
+                raise UserError("a record must be an array, as the model reads no columns")
+            image = preprocessing.transform_record(image)
         bounded = not self._about.raw_inputs
         verdict = self._predictor.certify(to_model_input(image, shape, bounded=bounded))
         label = int(verdict.prediction)

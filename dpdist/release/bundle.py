@@ -129,7 +129,9 @@ class Release:
     def __repr__(self) -> str:
         """Return the most important statements of the files."""
         about = self.description
-        call = "text_answerer(text)" if about.tokens else "answerer()(image)"
+        call = "answerer()(image)" if about.is_certifiable else "predict(rows)"
+        if about.tokens:
+            call = "text_answerer(text)"
         if (signature := self.signature) is not None:
             call = f"predict({{...}}) of {signature}"
         rows = [
@@ -299,12 +301,14 @@ class Release:
         """Return the model's outputs for records, without noise and without a certificate.
 
         Args:
-            inputs: the fields of the records by name, arrays (B, ...), if the model reads several;
-                else one array (B, *spec.input_shape), scaled as in training.
+            inputs: one array (B, *spec.input_shape), scaled as in training; or raw rows of a
+                table, a DataFrame, an Arrow table, a dict of columns or the path of a file, which
+                the release preprocesses as in training. If the model reads several fields: arrays
+                (B, ...) by name.
 
         Returns:
-            A tensor (B, ...) of the model's outputs: logits (B, classes) for classes, else numbers
-            or labels.
+            A tensor (B, ...) of the model's outputs: logits (B, classes) for classes, of which
+            `.softmax(1)` are the probabilities; else numbers or labels.
 
         Raises:
             UserError: inputs are not such fields, or are texts: use `text_answerer`.
@@ -318,6 +322,13 @@ class Release:
             if (signature := self.signature) is not None:
                 found: Tensor = signature.outputs(self.model, signature.batch(inputs))
                 return found
+            if not isinstance(inputs, np.ndarray | torch.Tensor | Sequence) or isinstance(
+                inputs, str
+            ):
+                preprocessing = self.description.preprocessing()
+                if preprocessing is None:
+                    raise UserError("inputs: must be an array, as the model reads no columns")
+                inputs = preprocessing.transform(inputs)
             rows = torch.as_tensor(inputs, dtype=torch.float32)
             if rows.shape[1:] != self.spec.input_shape:
                 wanted = ", ".join(map(str, self.spec.input_shape))
@@ -376,6 +387,11 @@ class Release:
 
         self.require_numeric_inputs()
         self.need_label()
+        if sigma is None and not self.description.is_certifiable:
+            raise UserError(
+                f"{self.path}: sigma: must be given, as the model has no noise; predict(inputs) "
+                "answers without noise and without a certificate"
+            )
         if sigma is None and self.description.certificate is not None:
             sigma = self.description.certificate.sigma
         sigma = resolve_smoothing_sigma(self.model, sigma, self.path)

@@ -32,6 +32,7 @@ from dpdist.privacy.guarantee import privacy_row
 
 if TYPE_CHECKING:
     from dpdist.certification.table import CertificateTable
+    from dpdist.data.preprocessing import Preprocessing
     from dpdist.data.text import TextColumn
 
 
@@ -271,6 +272,21 @@ class ReleaseDescription(Section):
     raw_inputs: bool = False
     base: ReleasedBase | None = None
     vocabulary: Count | None = None
+
+    @property
+    def is_certifiable(self) -> bool:
+        """Return whether the model's own noise, or that of its settings, certifies its answers."""
+        return self.certificate is not None or self.noise.get("kind") != "none"
+
+    def preprocessing(self) -> Preprocessing | None:
+        """Return what turns raw rows into inputs; None if inputs are not columns of a table."""
+        from dpdist.core.preprocessing import ColumnPreprocessing
+        from dpdist.data.preprocessing import Preprocessing
+
+        columns = self.data.columns
+        plain = dict.fromkeys(columns.features, ColumnPreprocessing())
+        rules = columns.feature_rules or plain
+        return Preprocessing(rules) if rules else None
 
     @property
     def outputs(self) -> int:

@@ -58,6 +58,7 @@ def model_card(description: ReleaseDescription, card: Mapping[str, Any], spec: M
         quoted_factory=factory and quote(factory),
         size=" x ".join(map(str, spec.input_shape)),
         images=images,
+        table=bool(description.data.columns.features),
         pictures=images and not description.raw_inputs,
         rules=description.data.columns.feature_rules,
         fitted=fitted,
@@ -81,7 +82,7 @@ def _metadata(
     if description.tokens:
         kind = "text-generation" if spec.following else "text-classification"
     tags = _TAGS if no_epsilon(card) is None else _TAGS[1:]
-    if description.text is not None:
+    if description.text is not None or not description.is_certifiable:
         tags = [tag for tag in tags if tag != "certified-robustness"]
     found: dict[str, Any] = {"library_name": "dpdist", "pipeline_tag": kind, "tags": tags}
     if description.license is not None:

@@ -282,19 +282,37 @@ def test_raw_rows_are_predicted_on_by_a_run_and_its_release(visits):
     wanted = dpdist.Preprocessing(rules).transform("new.csv")
     assert np.allclose(wanted[1], [0.5, 0.25, 0, 0, 0, 1, 0, 0, 1])
     with torch.no_grad():
-        labels = models.load(folder.model_folder)(torch.from_numpy(wanted)).argmax(1).tolist()
+        outputs = models.load(folder.model_folder)(torch.from_numpy(wanted))
+    labels, shares = outputs.argmax(1).tolist(), outputs.softmax(1)
+    names = [str(name) for name in recipe.data.class_names]
+    for where in (folder.path, folder.release_folder):  # without noise: probabilities
+        said = [json.loads(line) for line in invoke("predict", str(where), "new.csv", "--json")
+                .splitlines()]  # fmt: skip
+        for answer, expected in zip(said, shares, strict=True):
+            assert answer["radius"] is None
+            got = [answer["probabilities"][name] for name in names]
+            assert got == pytest.approx(expected.tolist(), abs=1e-6)
     for where in (folder.path, folder.release_folder):
         said = invoke("predict", str(where), "new.csv", "--json",
                       "--set", "certify.sigma=1e-6", "--set", "certify.n=200")  # fmt: skip
         assert [json.loads(line)["label"] for line in said.splitlines()] == labels
     release = dpdist.load(folder.release_folder)
+    raw_rows = {"ward": ["a", "zzz"], "age": [None, 60], "smoker": [True, False],
+                "admitted": ["2015-01-01", None], "dose": [30, 15]}  # fmt: skip
+    for given in ("new.csv", raw_rows, pd.DataFrame(raw_rows), wanted):
+        assert torch.allclose(release.predict(given).softmax(1), shares, atol=1e-6)
+    with pytest.raises(UserError, match="predict"):
+        release.answerer()
+    assert "predict(rows)" in repr(release)
     seen: list[torch.Tensor] = []
     release.model.register_forward_hook(lambda module, args, out: seen.append(args[0]))
     record = {"ward": "zzz", "age": 60, "smoker": False, "admitted": None, "dose": 15}
     assert release.answerer(sigma=1e-6, n=100)(record).label == labels[1]
     read = torch.isclose(seen[-1], torch.from_numpy(wanted[1]), atol=1e-3)
     assert read.all(dim=1).any()
-    assert "`ward`" in (folder.release_folder / "README.md").read_text()
+    page = (folder.release_folder / "README.md").read_text()
+    assert "`ward`" in page and "rows.csv" in page
+    assert "answerer" not in page and "certified-robustness" not in page
 
 
 def test_public_ranges_are_found_by_whole_names():
