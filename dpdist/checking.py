@@ -95,8 +95,8 @@ def check(
         loss: a name, a criterion object or a callable, as in `PrivateTraining`.
         eval_data: PUBLIC records, the `eval_data` of `PrivateTraining`.
         state: schedulers and other objects with `state_dict`, as in `PrivateTraining`.
-        options: further arguments of `PrivateTraining` except `folder`, such as `privacy`,
-            `batch_size` and `steps`; without these three the settings are not checked.
+        options: further arguments of `PrivateTraining`, such as `privacy`, `batch_size` and
+            `steps`, without which the settings are not checked; `folder` is ignored.
 
     Returns:
         A `CheckResult`, which is true if training would start: `problems` and `notes`, tuples of
@@ -116,6 +116,7 @@ def check(
         >>> "model = dpdist.prepare(model)" in found.problems[1]
         True
     """
+    options.pop("folder", None)
     problems = _Problems()
     problems.of(lambda: check_model(model))
     whole = not problems.found

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from dpdist.config.sections import PrivacyRecipe
 from dpdist.config.training import ResourcesRecipe, Stage
-from dpdist.core.console import Row, format_table
+from dpdist.core.console import Row, format_table, log
 from dpdist.core.errors import UserError
 from dpdist.core.script_errors import TrainingInterrupted, unfinished
 from dpdist.data.adapters import as_records
@@ -268,6 +268,7 @@ class PrivateTraining:
     _scored: PrivateScore | None = None
     _compared = ""  # fingerprint of the public records last compared with the private ones
     _later = False  # the last step leaves the end to `finish`
+    _warned = False  # about changes between steps
 
     def __init__(
         self,
@@ -423,6 +424,8 @@ class PrivateTraining:
                 with charged(self._recipe, self.plan, folder, self._hashed, _CONTEXT):
                     pass
             self._evaluate_public()
+            if self._workers.first:
+                log(f"{folder.path}: this training has finished; the model has its weights now")
             return
         self._attempt(key)
         unfinished.add(self)
@@ -1076,6 +1079,15 @@ class PrivateTraining:
             if ledger is not None:
                 ledger.note_changes(changed)
             self._workers.agree()  # worker 0 has written
+            if not self._warned and {"parameters", "optimizer state"} & {*changed}:
+                self._warned = True
+                warnings.warn(
+                    "the model or the optimizer's state changed between two steps. Epsilon does "
+                    "not cover it if private records were used, as by loss.backward() and "
+                    "optimizer.step(): leave these calls out, since step() replaces them. The card "
+                    "states 'assumed: post-processing'",
+                    stacklevel=2,
+                )
         return bool(told[0]["due"])
 
     def _finish(self) -> None:

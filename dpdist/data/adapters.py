@@ -451,9 +451,10 @@ def _array_of_arrow(
             f"column {name!r} must have numbers or lists of numbers, got {column.type}", then
         )
     if column.null_count or (is_list(column.type) and pc.list_flatten(column).null_count):
-        options.refuse(
-            f"column {name!r} must be filled, got empty values", "fill them by dpdist.Preprocessing"
-        )
+        then = "fill them by dpdist.Preprocessing"
+        if name == options.target:
+            then = "remove the records without a target"
+        options.refuse(f"column {name!r} must be filled, got empty values", then)
     if not is_list(column.type):
         return np.array(column.to_numpy())
     size = options.length_of(name)

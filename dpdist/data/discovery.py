@@ -275,7 +275,15 @@ def _check_filled(found: DiscoveredDataset, files: Sequence[TableFile]) -> None:
         for column in filter(None, [*read, *(found.answer_columns or ())]):
             places = ((first, _first_empty(table[column])) for first, table in file.rows([column]))
             if (row := next((first + row for first, row in places if row >= 0), None)) is not None:
-                empty.append(str(file.error("must have a value, got none", row, column)))
+                empty.append(
+                    str(
+                        file.error(
+                            "must have a value, got none; fill it, or remove the record",
+                            row,
+                            column,
+                        )
+                    )
+                )
         if (user := found.user_column) is not None:
             for first, table in file.rows([user]):
                 if rows := rows_of_nobody(users_of(table, file, first, user)):

@@ -77,6 +77,11 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if lacking := [name for name, parameter in named if id(parameter) not in held]:
+        if len(lacking) == len(named):
+            raise UserError(
+                "optimizer: must have the parameters of this model, got those of a different one; "
+                "build it from model.parameters() after every copy or change of the model"
+            )
         raise UserError(
             f"optimizer: must have every trained parameter, lacks {', '.join(lacking)}: add it, or "
             "freeze it with requires_grad_(False) before PrivateTraining(...)"
