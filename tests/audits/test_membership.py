@@ -111,7 +111,7 @@ def test_a_shadow_is_the_recipes_own_training(
 
 
 def test_a_recipe_that_needs_teachers_is_refused_before_a_shadow_is_trained() -> None:
-    with pytest.raises(UserError, match="teachers of its own"):
+    with pytest.raises(UserError, match="its own teachers"):
         Membership().plan_shadows(load_recipe(find_recipe("digits-pate")), 1400)
 
 

@@ -178,7 +178,7 @@ def test_only_the_model_that_was_trained_is_used(tmp_path):
         else:
             damaged.write_bytes(kept + b" ")
         for use in (evaluation.require_model, evaluation.load_model):
-            with pytest.raises(UserError, match="is not the model that this run trained"):
+            with pytest.raises(UserError, match="must be the model that this run trained"):
                 use(recipe, folder)
         damaged.write_bytes(kept)
     assert isinstance(evaluation.load_model(recipe, folder), torch.nn.Module)

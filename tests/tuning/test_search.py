@@ -518,7 +518,7 @@ def test_a_trial_beyond_what_was_accounted_is_not_begun(recipe, begin, run_trial
     raw["phases"][0]["steps"] += 1
     plan.write_text(json.dumps(raw))
     search.folder.trial_folder(0).plan.unlink()
-    with pytest.raises(UserError, match="phases: must be what the run's recipe makes"):
+    with pytest.raises(UserError, match="phases: must match the run's recipe"):
         search._check_trials()
     own = search.folder.trial_folder(1)  # its recipe as well, and what is kept of it
     longer = own.read_recipe()
