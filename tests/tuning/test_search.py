@@ -614,5 +614,5 @@ def test_what_knows_of_one_training_states_no_epsilon(golden, tmp_path):
                 read(trial)
     run.search_record.unlink()
     for read in (load_results, write_release):
-        with pytest.raises(UserError, match=r"search\.json: missing"):
+        with pytest.raises(UserError, match=r"search\.json: is missing"):
             read(run)
