@@ -117,7 +117,7 @@ def test_results_of_another_model_are_never_taken_over(here: None, runs: Path) -
 def test_a_run_that_never_finished_is_refused(here: None, runs: Path) -> None:
     (runs / "small/private/trained.json").unlink()
     result = call("certify", "small", "--runs", runs)
-    assert isinstance(result.exception, UserError) and "never finished" in str(result.exception)
+    assert isinstance(result.exception, UserError) and "is not finished" in str(result.exception)
     assert not (runs / "small/certificates").exists()
 
 

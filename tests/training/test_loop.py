@@ -335,9 +335,9 @@ def test_a_lost_ledger_is_not_forgotten(tmp_path, monkeypatch):
     with pytest.raises(LedgerError, match="lacks records that were written to it"):
         execute(job)
     folder.anchor.unlink()
-    with pytest.raises(LedgerError, match="lacks releases that the checkpoint of step 8"):
+    with pytest.raises(LedgerError, match="lacks releases before the checkpoint of step 8"):
         execute(job)
-    with pytest.raises(UserError, match="lacks releases that the checkpoint of step 8"):
+    with pytest.raises(UserError, match="lacks releases before the checkpoint of step 8"):
         train(recipe, folder)
     assert not folder.training_summary.exists()
 
