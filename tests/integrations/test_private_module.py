@@ -212,7 +212,7 @@ def test_an_adapter_is_saved_from_a_module_around_its_model(tmp_path):
     assert private.run is private.private.run
     folder = private.save_adapter(tmp_path / "adapter", base_name="tiny", not_private=True)
     hf = import_extra("dpdist.integrations.transformers", "hf", "tests")
-    with pytest.raises(UserError, match=r"must train its adapter alone, got other\.weight"):
+    with pytest.raises(UserError, match=r"must train only its adapter, got other\.weight"):
         hf.save_adapter(Language(other=True), private.run, tmp_path / "other", not_private=True)
     peft = import_extra("peft", "hf", "tests")
     loaded = peft.PeftModel.from_pretrained(Language().lm.get_base_model(), folder).eval()
