@@ -106,7 +106,8 @@ def init_command(
     values; in a terminal, you are asked for the rest.
 
     For chats, prompts and answers, or texts without a label, the recipe trains a language model;
-    with --base, it trains adapters on that model. For texts with labels, it trains a classifier.
+    with --base, it trains adapters on that model. For texts with labels, it trains a classifier: a
+    linear model of the words, or with --base adapters on that model.
     """
     from dpdist.data import discovery
 
@@ -116,6 +117,8 @@ def init_command(
     names = tuple(name.strip() for name in features.split(",")) if features else ()
     chosen = discovery.ChosenColumns(label, names, user)
     found = discovery.inspect_folder(folder, chosen)
+    if base is None and found.text_column is not None and found.label_column is not None:
+        found = _words_as_features(found, found.text_column)
     rules = _propose_preprocessing(found, ranges)
     read = [name for name in found.kinds if name in found.feature_columns or name in rules]
     left = tuple((name, why) for name, why in found.left_out if name not in rules)
@@ -248,7 +251,9 @@ def _propose_preprocessing(
     found: dict[str, ColumnPreprocessing] = {}
     for name in features:
         known = public_range(name)
-        if dataset.kinds[name] == "truth":
+        if dataset.kinds[name] == "words":
+            found[name] = ColumnPreprocessing(text=_HASHED)
+        elif dataset.kinds[name] == "truth":
             found[name] = _scaling("truth", "0,1")
         elif known is not None:
             fill = known.typical if dataset.kinds[name] == "numbers" else None
@@ -274,6 +279,24 @@ def _propose_preprocessing(
         except UserError as error:
             typer.echo(f"  {error}")
     return found
+
+
+def _words_as_features(dataset: DiscoveredDataset, column: str) -> DiscoveredDataset:
+    """Return labeled texts as a table of one column, whose words are counted by hash.
+
+    Without a pre-trained base, a linear model of the words trains in seconds, and a network of
+    tokens from random weights in many minutes.
+    """
+    return replace(
+        dataset,
+        text_column=None,
+        feature_columns=(column,),
+        kinds={column: "words"},
+        input_shape=(_HASHED,),
+    )
+
+
+_HASHED = 256  # inputs in which the words of a text are counted
 
 
 _ASKED = {
@@ -306,6 +329,11 @@ def _answered(dataset: DiscoveredDataset, text: str) -> dict[str, ColumnPreproce
     if dates and not words:
         return dict.fromkeys(dates, _date_rule(answer))
     parts = [part.strip() for part in answer.split(",")]
+    if _is_range(answer):
+        raise UserError(
+            f"--range: must be categories for {', '.join(words)}, which are text in the files, got "
+            f"{text}; if they are numbers with thousands separators, write 1234, not 1,234"
+        )
     from dpdist.data.preprocessing import checked_rule
 
     hashed = parts[0] == "text" and len(parts) == 2 and parts[1].isdigit()
@@ -378,8 +406,11 @@ def describe_data(dataset: DiscoveredDataset) -> str:
     """Return a description of the data in one line."""
     shape = "x".join(map(str, dataset.input_shape))
     inputs = f"images {shape}" if dataset.image_column is not None else f"{shape} features"
-    if dataset.text_column is not None:
-        inputs = f"texts of column {dataset.text_column}"
+    text = dataset.text_column
+    if [*dataset.kinds.values()] == ["words"]:  # counted by hash
+        (text,) = dataset.kinds
+    if text is not None:
+        inputs = f"texts of column {text}"
     if dataset.messages_column is not None:
         inputs = f"chats of column {dataset.messages_column}"
     if dataset.answer_columns is not None:
@@ -401,7 +432,8 @@ def starter_recipe(
     """Return the recipe of a first run as YAML.
 
     Images: DP-SGD on noisy copies, and certificates. Tables: DP-SGD of a small model. Texts: DP-SGD
-    of adapters on `base`, or of a small model of bytes without it.
+    of adapters on `base`; without it, of a linear model of the words, or of a small model of the
+    next byte.
     """
     units = dataset.users or dataset.train_records
     batch, epochs = _default_batch_size(units), 20
@@ -409,8 +441,7 @@ def starter_recipe(
     pictures = dataset.image_column is not None
     model = _picture_model(dataset) if pictures else _table_model(dataset, rules)
     if texts:
-        bytewise = _NEXT_MODEL if dataset.predicts_next_token else _TEXT_MODEL
-        model = bytewise if base is None else _base_lines(base, dataset.predicts_next_token)
+        model = _NEXT_MODEL if base is None else _base_lines(base, dataset.predicts_next_token)
     lines = [
         _on_one_line(f"# Starter recipe for {dataset.name}: {describe_data(dataset)}."),
         "# Column names, classes, sizes and the number of records were read from the files, and",
@@ -463,7 +494,7 @@ def _unit_lines(dataset: DiscoveredDataset) -> list[str]:
 
 def _optimizer(model: list[str], pictures: bool, units: int) -> list[str]:
     """Return the lines with the best learning rate in benchmarks/results/tables.md."""
-    rate = 2.0 if model == _LINEAR_MODEL else 0.5
+    rate = 2.0 if model in (_LINEAR_MODEL, _WORDS_MODEL) else 0.5
     rate = 0.1 if not pictures and units < _FEW_UNITS else rate
     return [f"  learning_rate: {rate}           {_TRY_OTHERS}", "  momentum: 0.9"]
 
@@ -476,16 +507,6 @@ _TEXT_OPTIMIZER = ["  optimizer: adam", f"  learning_rate: 0.003         {_TRY_O
 def _on_one_line(comment: str) -> str:
     """Return a comment without line ends, after which a column's name could become a key."""
     return re.sub(r"\s+", " ", comment)
-
-
-_TEXT_MODEL = [
-    "model:",
-    "  name: transformer            # needs dpdist[hf]; tokens are bytes",
-    "  options:                     # or your own model: dpdist init FOLDER --base MODEL ...",
-    "    config: {model_type: bert, vocab_size: 258, hidden_size: 128, num_hidden_layers: 2,",
-    "      num_attention_heads: 4, intermediate_size: 256, max_position_embeddings: 128}",
-    "    adapter: {kind: lora, r: 8, lora_alpha: 16, target_modules: [query, value]}",
-]
 
 
 _NEXT_MODEL = [
@@ -519,6 +540,8 @@ def _table_model(dataset: DiscoveredDataset, rules: Rules) -> list[str]:
         names = [rules[n].names(n) if n in rules else [n] for n in dataset.feature_columns]
         inputs = sum(map(len, names))
     weights = _HIDDEN * (inputs + dataset.classes)
+    if [*dataset.kinds.values()] == ["words"]:
+        return _WORDS_MODEL
     if units < _UNITS_PER_WEIGHT * weights:
         return _LINEAR_MODEL
     return [
@@ -529,6 +552,10 @@ def _table_model(dataset: DiscoveredDataset, rules: Rules) -> list[str]:
 
 _LINEAR_MODEL = [
     "model: linear                  # logistic regression; or your own: package.module:f"
+]
+_WORDS_MODEL = [
+    "model: linear                  # or adapters of a pre-trained model: dpdist init FOLDER "
+    "--base MODEL"
 ]
 _HIDDEN, _UNITS_PER_WEIGHT = 32, 10
 

@@ -118,7 +118,7 @@ class ColumnPreprocessing(Section):
         words = [
             f"{len(self.categories)} categories and other" if self.categories else "",
             "as numbers" if self.codes else "",
-            f"words counted at {self.text} places by hash" if self.text else "",
+            f"words counted in {self.text} inputs by hash" if self.text else "",
             f"{self.date.unit} since {self.date.origin}" if self.date else "",
             f"cut to [{self.range[0]:g}, {self.range[1]:g}]" if self.range else "",
             "log(1 + x)" if self.log1p else "",

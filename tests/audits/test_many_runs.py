@@ -168,7 +168,7 @@ def test_the_command_asks_for_it(
     train(target.recipe, folder)
     asked = ("audit", folder.name, *asked[2:], "audit.trainings=20")
     done = command(monkeypatch, capsys, tmp_path, *asked)
-    assert done.code == 0 and "stays private" in done.out, done.err
+    assert done.code == 0 and "(private" in done.out, done.err
     (kept,) = folder.path.rglob("audit.json")
     assert kept.is_relative_to(folder.private) and not load_results(folder).audits
     assert not [path for path in publishable_files(folder) if path.parts[0] == "audit"]

@@ -88,7 +88,7 @@ def test_a_run_is_certified_under_its_own_noise(runs: Path, tmp_path: Path) -> N
     facts = load_results(RunFolder(runs / "noisy"))
     summary = dict(facts.summary())
     assert summary["privacy"].startswith("NOT PRIVATE")
-    assert "draws of its noise" in summary["test data"] and "no clip" in summary["training"]
+    assert "samples of its noise" in summary["test data"] and "no clip" in summary["training"]
 
 
 @pytest.mark.slow

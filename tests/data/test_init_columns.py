@@ -96,6 +96,20 @@ def test_public_ranges_scale_features_and_cut_what_lies_beyond():
     assert np.asarray(records_with_canaries(plain, data_source(plain)).inputs).max() > 100
 
 
+def test_a_range_is_not_taken_for_categories_of_text():
+    """Numbers with thousands separators are text in a file."""
+    for split in ("train", "test"):
+        write_split(Path("sales"), split, amount=["1,058.71", "unknown"] * 20, x=[0.5] * 40,
+                    label=[0, 1] * 20)  # fmt: skip
+    for answer in ("10,20000", "10,20000,log1p,flag"):
+        with pytest.raises(UserError, match="--range: .*amount"):
+            said("sales", "--range", f"amount={answer}")
+    assert not Path("sales.yaml").exists()
+    said("sales", "--range", "*=0,1", "--range", "amount=low,high")
+    rules = load_recipe(Path("sales.yaml")).data.columns.preprocessing
+    assert rules["amount"].categories == ("low", "high") and rules["x"].range == (0, 1)
+
+
 def test_named_features_and_a_group():
     write_csv()
     said("scans", "--label", "ill", "--features", "number,pulse", "--user", "patient_id")
@@ -115,8 +129,9 @@ def test_texts_become_a_recipe_of_texts():
     out = said("films")
     assert "column review" in out and "left out: film_id" in out
     recipe = load_recipe(Path("films.yaml"))
-    assert recipe.data.text.column == "review" and recipe.data.names == ["bad", "good"]
-    assert recipe.model.name == "transformer" and recipe.certify is None
+    assert recipe.data.columns.features == ["review"] and recipe.data.names == ["bad", "good"]
+    assert recipe.data.columns.preprocessing["review"].text == 256
+    assert recipe.model.name == "linear" and recipe.certify is None
     assert len(load_test_records(recipe, data_source(recipe))) == 20
 
 

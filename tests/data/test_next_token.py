@@ -110,7 +110,7 @@ def test_each_docstring_is_one_record_once_and_the_vocabulary_is_public(
     again = docstrings.make_docstrings(tmp_path / "second")
     for name in ("train.parquet", "test.parquet", "public.parquet", WORDS_FILE):
         assert (again / name).read_bytes() == (made / name).read_bytes()
-    with pytest.raises(UserError, match="--output"):
+    with pytest.raises(UserError, match="exists already"):
         docstrings.make_docstrings(tmp_path / "first")
 
 

@@ -404,5 +404,5 @@ def test_a_plan_of_other_rates_than_the_recipe_s_is_refused(root, tmp_path):
     record = json.loads(folder.plan.read_text())
     record["phases"][0]["class_rates"]["counts"] = [190, 10]
     folder.plan.write_text(json.dumps(record))
-    with pytest.raises(UserError, match=r"must be what the run's recipe makes|fingerprint|ledger"):
+    with pytest.raises(UserError, match=r"must match the run's recipe|fingerprint|ledger"):
         load_results(folder)

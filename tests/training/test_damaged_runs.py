@@ -75,8 +75,8 @@ def not_a_record(path: Path) -> None:
 
 CASES = [
     ("run.key", gone, "run.key: missing"),
-    ("run.key", empty, "run.key: damaged: must be 64 hex digits"),
-    ("run.key", half, "run.key: damaged: must be 64 hex digits"),
+    ("run.key", empty, "run.key: is damaged: must be 64 hex digits"),
+    ("run.key", half, "run.key: is damaged: must be 64 hex digits"),
     ("run.key", other_digit, "is not the key that this run"),
     ("run.key", a_loop, "run.key: missing"),
     ("plan.json", gone, "plan.json: missing"),
@@ -129,7 +129,7 @@ def test_a_ledger_is_not_begun_again_beside_what_was_made_of_it(crashed, tmp_pat
             folder.worker_groups.unlink()
         else:
             shutil.rmtree(folder.checkpoints)
-        with pytest.raises(UserError, match=r"ledger\.jsonl: missing"):
+        with pytest.raises(UserError, match=r"ledger\.jsonl: is missing"):
             prepare(recipe, folder, "test")
         assert not folder.ledger.exists() and not folder.anchor.exists()
 

@@ -73,7 +73,7 @@ def test_exactly_these_files_and_the_card_names_its_weights(run):
 )
 def test_a_damaged_model_is_not_published(run, name, content):
     (run.model_folder / name).write_bytes(content)
-    refused(run, "is not the model that this run trained")
+    refused(run, "must be the model that this run trained")
     (run.model_folder / name).unlink()
     refused(run, "no such file|is missing|no model there")
 
@@ -82,7 +82,7 @@ def test_another_model_is_not_published_under_this_guarantee(run):
     write_release(run)
     other = ModelSpec("linear", (1, 8, 8), 10)
     models.save(models.initialize(other, 5), other, run.model_folder)
-    refused(run, "is not the model that this run trained")
+    refused(run, "must be the model that this run trained")
     shutil.rmtree(run.model_folder)
     refused(run, "no such file")
     trained = json.loads(run.training_summary.read_text())
@@ -121,7 +121,7 @@ def plant_link(release: Path) -> None:
 def test_what_is_not_ours_is_named_and_nothing_is_published(run, plant, name):
     write_release(run)
     plant(run.release_folder)
-    with pytest.raises(UserError, match=f"holds '{name}', which `dpdist release` did not write"):
+    with pytest.raises(UserError, match=f"contains '{name}', which `dpdist release` did not write"):
         write_release(run)
 
 

@@ -95,7 +95,7 @@ def test_a_release_is_a_model_and_says_no_class(finished):
     assert release.description.data.targets == kind and release.description.tested is None
     assert release.model(torch.zeros(2, 4)).shape == (2, KINDS[kind][1])
     release.require_numeric_inputs()
-    with pytest.raises(UserError, match=f"with data.targets: {kind} there is none; take `dpdist"):
+    with pytest.raises(UserError, match=f"with data.targets: {kind} there is none; use `dpdist"):
         release.certificate_settings(sigma=0.1)
 
 

@@ -291,7 +291,7 @@ def test_a_broken_off_search_releases_nothing(recipe, begin, run_trials):
     asked = recipe(tune={"num_trials": {"name": "fixed", "runs": 2, "mean": None}})
     search = begin(asked)
     run_trials(search, [0])
-    with pytest.raises(UserError, match="never finished"):
+    with pytest.raises(UserError, match="is not finished"):
         write_release(search.run_folder)
     outside = [p.name for p in search.run_folder.path.iterdir() if p.name != "private"]
     assert sorted(outside) == ["recipe.yaml", "run.json", "search.yaml"]
@@ -603,5 +603,5 @@ def test_what_knows_of_one_training_states_no_epsilon(golden, tmp_path):
                 read(trial)
     run.search_record.unlink()
     for read in (load_results, write_release):
-        with pytest.raises(UserError, match=r"search\.json: missing"):
+        with pytest.raises(UserError, match=r"search\.json: is missing"):
             read(run)
