@@ -102,7 +102,7 @@ def test_a_range_is_not_taken_for_categories_of_text():
         write_split(Path("sales"), split, amount=["1,058.71", "unknown"] * 20, x=[0.5] * 40,
                     label=[0, 1] * 20)  # fmt: skip
     for answer in ("10,20000", "10,20000,log1p,flag"):
-        with pytest.raises(UserError, match="--range: .*amount"):
+        with pytest.raises(UserError, match=r"--range: .*amount"):
             said("sales", "--range", f"amount={answer}")
     assert not Path("sales.yaml").exists()
     said("sales", "--range", "*=0,1", "--range", "amount=low,high")
