@@ -99,8 +99,8 @@ def test_public_ranges_scale_features_and_cut_what_lies_beyond():
 def test_a_range_is_not_taken_for_categories_of_text():
     """Numbers with thousands separators are text in a file."""
     for split in ("train", "test"):
-        write_split(Path("sales"), split, amount=["1,058.71", "unknown"] * 20, x=[0.5] * 40,
-                    label=[0, 1] * 20)  # fmt: skip
+        write_split(Path("sales"), split, amount=["1,058.71", "unknown", "3"] * 20, x=[0.5] * 60,
+                    label=[0, 1] * 30)  # fmt: skip
     for answer in ("10,20000", "10,20000,log1p,flag"):
         with pytest.raises(UserError, match=r"--range: .*amount"):
             said("sales", "--range", f"amount={answer}")
