@@ -316,6 +316,9 @@ def _answered(dataset: DiscoveredDataset, text: str) -> dict[str, ColumnPreproce
     pattern, _, answer = text.rpartition("=")
     patterns = [pattern, *map(str.strip, pattern.split(","))]  # a name may contain a comma
     fit = [n for n in dataset.kinds if any(fnmatch.fnmatchcase(n, each) for each in patterns)]
+    left = [f"{n} ({why})" for n, why in dataset.left_out if n in patterns and n not in fit]
+    if not fit and left:
+        raise UserError(f"--range: must be for a column that is read, got {', '.join(left)}")
     if not fit:
         raise UserError(
             f"--range: must be COLUMN=LOW,HIGH for one of {', '.join(dataset.kinds)} (or a "

@@ -391,7 +391,9 @@ def _all_match(column: pa.ChunkedArray, pattern: str) -> bool:
 
 def are_marked_numbers(column: pa.ChunkedArray) -> bool:
     """Return whether texts are numbers with decimal commas or thousands separators."""
-    return is_text(column.type) and _all_match(column, _MARKED)
+    if not is_text(column.type):
+        return False
+    return _all_match(column.filter(pc.not_equal(pc.utf8_trim_whitespace(column), "")), _MARKED)
 
 
 class CsvFile(_TextFile):

@@ -105,6 +105,11 @@ def test_a_range_is_not_taken_for_categories_of_text():
         with pytest.raises(UserError, match=r"--range: .*amount"):
             said("sales", "--range", f"amount={answer}")
     assert not Path("sales.yaml").exists()
+    for split in ("train", "test"):
+        write_split(Path("marked"), split, amount=["1,058.71", "", "3"] * 20, x=[0.5] * 60,
+                    label=[0, 1] * 30)  # fmt: skip
+    with pytest.raises(UserError, match=r"amount .*1234\.5"):
+        said("marked", "--range", "amount=10,20000")
     said("sales", "--range", "*=0,1", "--range", "amount=low,high")
     rules = load_recipe(Path("sales.yaml")).data.columns.preprocessing
     assert rules["amount"].categories == ("low", "high") and rules["x"].range == (0, 1)
