@@ -230,7 +230,7 @@ def calibrate_noise(make_plan: Callable[[float], PrivacyPlan], epsilon: float) -
 def score_noise_for(epsilon: float, *, scores: GaussianScores, delta: float) -> float:
     """Return the smallest noise at which these scores cost a held-out record at most `epsilon`.
 
-    Raises Unreachable.
+    Raises UnreachableTargetError.
     """
 
     def plan_with(noise: float) -> PrivacyPlan:

@@ -769,7 +769,8 @@ def _did_you_mean(location: Sequence[Any]) -> str:
     """Return the known dotted key that is closest to an unknown one; "" if none is close."""
     *section, key = map(str, location)
     known = {each.rpartition(".")[::2] for each in _keys_of([Recipe])}
-    own = sorted(name for around, name in known if around == ".".join(section))
+    around_it = ".".join(section)
+    own = sorted(name for around, name in known if around == around_it and name != key)
     if near := difflib.get_close_matches(key, own, 1):
         return ".".join([*section, near[0]])
     elsewhere = [around for around in _MAIN_SECTIONS if (around, key) in known]
