@@ -169,7 +169,6 @@ class Smoothing(Certificate):
         return predict(counts, self.alpha, self.n)
 
     def name_parts(self) -> list[str]:
-        """Return the kind's parts of `folder_name`, a list of str: ["sigma-0.25", "fixed", ...]."""
         parts = [f"sigma-{self.sigma:g}", self.mode, f"n-{self.n}"]
         return parts if self.noise == "gaussian" else [*parts, self.noise]
 
@@ -177,11 +176,6 @@ class Smoothing(Certificate):
 
     @classmethod
     def constant_columns(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values that every row must have, a dict by column, with "norm" of the noise.
-
-        Raises:
-            UserError: the table's noise is unknown.
-        """
         noise = table["noise"][0].as_py()
         if noise not in NOISES:
             raise UserError(
@@ -228,10 +222,6 @@ class Smoothing(Certificate):
 
     @classmethod
     def comparison_key(cls, certificates: CertificateTable) -> dict[str, Any]:
-        """Return the noise and the radii, a dict with "sigma" and "radii".
-
-        "radii" is empty if no result depends on them.
-        """
         free = certificates.certificate_class.result_free_fields
         return {"sigma": certificates.sigma, "radii": () if "radii" in free else certificates.radii}
 
@@ -382,7 +372,6 @@ class Cohen(Smoothing):
 
     @classmethod
     def consistent_counts(cls, table: pa.Table) -> np.ndarray:
-        """Return whether the histogram of each row has all draws asked for, bool (N,)."""
         found = list_columns(table, "histogram")
         return (
             np.zeros(len(table), bool) if found is None else consistent_histograms(table, found[0])
@@ -390,7 +379,6 @@ class Cohen(Smoothing):
 
     @classmethod
     def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
-        """Return "p_lower", "radius" and "prediction" from the counts, a dict of arrays (N,)."""
         k, n = table["k"].to_numpy(), table["n"].to_numpy()
         return columns_of_bound(table, np.asarray(cls.lower_bound(k, n, alpha)))
 

@@ -101,7 +101,6 @@ class HiddenNoiseCertificate(Certificate):
 
     @classmethod
     def constant_columns(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values that every row must have, a dict by column, with "noise"."""
         return {**super().constant_columns(table, settings), "noise": cls.noise}
 
 
@@ -219,9 +218,13 @@ class ExpectedScores(HiddenNoiseCertificate):
     def certify_counts(
         self, counts: Mapping[str, Any], selected: int, scale: float, norms: Sensitivity
     ) -> ScoreVerdict:
-        """Return all certificates of one input, from its counts by name.
+        """Return all certificates of one input, a `ScoreVerdict`.
 
-        scale: standard deviation of the noise, sigma_r. norms: sensitivity of the first layer.
+        Args:
+            counts: its sums by name, as `sample` returns them.
+            selected: the class that other draws chose; -1 for none.
+            scale: standard deviation of the noise, sigma_r.
+            norms: sensitivity of the first layer.
         """
         sums, squares, votes = (np.asarray(counts[n]) for n in ("sums", "squares", "histogram"))
         return certify_scores(sums, squares, votes, selected, self, scale, norms)
@@ -251,7 +254,6 @@ class ExpectedScores(HiddenNoiseCertificate):
         )
 
     def name_parts(self) -> list[str]:
-        """Return the kind's parts of `folder_name`, a list of str: ["scores", "hoeffding", ...]."""
         return [self.mode, self.bound, self.norm, f"n-{self.n}", f"eta-{1 - self.alpha:g}"]
 
     sampled_columns: ClassVar[frozenset[str]] = frozenset({"histogram", "sums", "squares"})
@@ -259,22 +261,11 @@ class ExpectedScores(HiddenNoiseCertificate):
     def table_row(
         self, index: int, label: int, verdict: ScoreVerdict, sampler: ScoreSampler
     ) -> dict[str, Any]:
-        """Return the row of an input, a dict by column: its certificates and the settings.
-
-        Arguments are those of `Certificate.table_row`.
-        """
         found = super().table_row(index, label, verdict, sampler)
         return {**found.pop("sizes"), **found.pop("more"), **found, "bound": self.bound}
 
     @classmethod
     def extra_columns(cls) -> Mapping[str, ColumnSpec]:
-        """Return the additional columns, a dict from name to (type, least value or None).
-
-        "bound" names the confidence bound. "p_upper" is the upper bound of the runner-up's expected
-        score. "sums" and "squares" hold the scores and their squares, summed over the draws, one
-        per class. "exact_l2" and its like hold the certified size of one certificate in one norm,
-        in input units.
-        """
         return {
             "bound": (str, None),
             "p_upper": (float, 0),
@@ -285,20 +276,12 @@ class ExpectedScores(HiddenNoiseCertificate):
 
     @classmethod
     def constant_columns(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values that every row must have, a dict by column.
-
-        It has "bound" and "one_sided" if the settings state them.
-        """
         stated = {name: settings[name] for name in ("bound", "one_sided") if name in settings}
         own = {name: value for name, value in stated.items() if name in cls.model_fields}
         return {**super().constant_columns(table, settings), **own}
 
     @classmethod
     def check_table(cls, table: pa.Table, context: str) -> None:
-        """Check the rows, and that all have sums and one bound. Returns nothing.
-
-        Arguments and errors are those of `Certificate.check_table`.
-        """
         if not all(table["sums"].to_pylist()):
             raise UserError(f"{context}: damaged: column 'sums' must hold a sum for each class")
         if len(set(table["bound"].to_pylist())) > 1:
@@ -307,7 +290,6 @@ class ExpectedScores(HiddenNoiseCertificate):
 
     @classmethod
     def consistent_counts(cls, table: pa.Table) -> np.ndarray:
-        """Return whether votes, scores and squares of each row fit its draws, bool (N,)."""
         found = list_columns(table, "histogram", "sums", "squares")
         if found is None:
             return np.zeros(len(table), bool)
@@ -320,11 +302,6 @@ class ExpectedScores(HiddenNoiseCertificate):
 
     @classmethod
     def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
-        """Return the columns that follow from the sums at an error, a dict of arrays (N,).
-
-        Among its keys are "p_lower", "p_upper", "radius", "prediction" and the sizes, such as
-        "exact_l2".
-        """
         found = list_columns(table, "sums", "squares", "histogram")
         assert found is not None
         sums, squares, histogram = found
@@ -365,10 +342,6 @@ class ExpectedScores(HiddenNoiseCertificate):
 
     @classmethod
     def recertify(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
-        """Return the columns at a different error, to the bit those of a new certification.
-
-        Arguments are those of `Certificate.recertify`.
-        """
         settings, norms = read_table_settings(cls, table, alpha), read_sensitivity(table)
         made = []
         for row in table.to_pylist():
@@ -400,7 +373,6 @@ class ExpectedScores(HiddenNoiseCertificate):
 
     @classmethod
     def comparison_key(cls, certificates: CertificateTable) -> dict[str, Any]:
-        """Return the bound of the scores, a dict with "bound"."""
         names = [name for name in ("bound", "one_sided") if name in cls.model_fields]
         return {name: certificates.table[name][0].as_py() for name in names}
 
@@ -473,10 +445,8 @@ class BettingScores(ExpectedScores):
 
     @classmethod
     def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
-        """Return the columns that follow from the bounds that the rows state.
-
-        The bounds are checked against the capital; to recompute them takes twenty times as long.
-        """
+        # The stated bounds are verified against the capital: to find them again takes twenty times
+        # as long.
         one_sided = table["one_sided"][0].as_py()
         lower, upper = (table[name].to_numpy() for name in ("p_lower", "p_upper"))
         labels = np.full(len(lower), ABSTAIN)

@@ -433,7 +433,6 @@ class TargetRadius(SequentialSmoothing):
         return _verdict_of_passed(partial, self.radii, self.hypotheses(sampler.equivalent_noise))
 
     def name_parts(self) -> list[str]:
-        """Return the kind's parts of `folder_name`, a list of str with the radii: "r-0.25-0.5"."""
         sigma, mode, *rest = super().name_parts()
         return [sigma, mode, "r-" + "-".join(map(format_exact, self.radii)), *rest]
 
@@ -442,19 +441,16 @@ class TargetRadius(SequentialSmoothing):
 
     @classmethod
     def table_schema(cls) -> pa.Schema:
-        """Return the schema with the column "hits" (counts at each look), a `pyarrow.Schema`."""
         import pyarrow as pa
 
         return base_schema().append(pa.field(HITS, pa.list_(pa.int64())))
 
     @classmethod
     def extra_columns(cls) -> Mapping[str, ColumnSpec]:
-        """Return the additional columns, a dict with "hits"."""
         return {HITS: (object, None)}
 
     @classmethod
     def consistent_counts(cls, table: pa.Table) -> np.ndarray:
-        """Return whether each row has counts at the looks that were planned, bool (N,)."""
         looks = _looks_of_table(table)
         k, n, number, cap = (table[name].to_numpy() for name in ("k", "n", "looks", "cap"))
         inside: np.ndarray = (
@@ -473,11 +469,6 @@ class TargetRadius(SequentialSmoothing):
 
     @classmethod
     def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
-        """Return the columns that the counts at the looks determine, a dict of arrays (N,).
-
-        Its keys are "prediction" (-1: abstains), "radius" (0 if none passed), "target" and
-        "p_lower".
-        """
         settings = read_settings(cls, read_job_record(table), "the table's description")
         p0 = settings.hypotheses(equivalent_input_noise(table))
         looks = tuple(_looks_of_table(table).tolist())
@@ -492,7 +483,6 @@ class TargetRadius(SequentialSmoothing):
 
     @classmethod
     def recertify(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
-        """Raise UserError: early stopping certifies its radii only at the table's own alpha."""
         raise _stopped_early(cls.mode_name(), "mode fixed or anytime")
 
 
@@ -651,18 +641,15 @@ class Anytime(SequentialSmoothing):
 
     @classmethod
     def consistent_counts(cls, table: pa.Table) -> np.ndarray:
-        """Return whether each row has the draws of its blocks, and no more hits, bool (N,)."""
         return consistent_blocks(table)
 
     @classmethod
     def constant_columns(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values that every row must have, a dict with "target", the largest radius."""
         radii = read_settings(cls, read_job_record(table), "the table's description").radii
         return {**super().constant_columns(table, settings), "target": radii[-1] if radii else None}
 
     @classmethod
     def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
-        """Return "p_lower", "radius" and "prediction" of the sequence, a dict of arrays (N,)."""
         k, n = table["k"].to_numpy(), table["n"].to_numpy()
         return columns_of_bound(table, np.asarray(cls.lower_bound(k, n, alpha)))
 
@@ -781,10 +768,8 @@ class TargetScores(HiddenNoiseCertificate):
 
     @classmethod
     def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
-        """Return the columns that follow from the radius that each row states.
-
-        Whether it passed its test cannot be recomputed, since the scores of the draws are not kept.
-        """
+        # From the radius that a row states: whether it passed its test cannot be recomputed, since
+        # the scores of the draws are not kept.
         from dpdist.certification.worker import ScoreSampler
 
         settings = read_settings(cls, read_job_record(table), "the table's description")

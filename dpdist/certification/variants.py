@@ -153,12 +153,10 @@ class TwoClass(Cohen):
 
     @classmethod
     def extra_columns(cls) -> Mapping[str, Any]:
-        """Return the additional columns, a dict with the runner-up's bound "p_upper"."""
         return {**super().extra_columns(), "p_upper": (float, 0)}
 
     @classmethod
     def recompute_columns(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
-        """Return "p_lower", "p_upper", "radius" and "prediction", a dict of arrays (N,)."""
         counts = np.asarray(table["histogram"].to_pylist(), dtype=np.int64)
         selected = table["selected"].to_numpy()
         lower, upper = runner_up_bounds(counts, selected, alpha, table["n"].to_numpy())

@@ -120,9 +120,12 @@ class Release:
 
     @property
     def rows(self) -> list[Row]:
-        """Return the statements of the files, a list of `Row`; warnings are first.
+        """Return guarantee, accuracy and other statements of the release, a list of `Row`.
 
-        A `Row` has `name`, `value`, `beside` (how to read it; all str) and `brief` (bool).
+        Warnings are first.
+
+        A `Row` has `name`, `value` and `beside` (how to read the value), all str, and `brief` (bool:
+        whether short summaries show it).
         """
         return release_rows(self.description, self.card)
 

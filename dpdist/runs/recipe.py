@@ -225,7 +225,7 @@ class Recipe(BaseRecipe):
 
     @property
     def statistics_phases(self) -> tuple[Phase, ...]:
-        """Return the phases of the statistics bought before training; () if none are bought."""
+        """Return the phases of bought statistics, a tuple of `Phase`; () if none are bought."""
         bought = self.statistics
         if bought is None:
             return ()
@@ -236,7 +236,7 @@ class Recipe(BaseRecipe):
         return (GaussianCounts.of_columns(noise, len(bought.columns)),)
 
     def with_constants(self, constants: Mapping[str, ColumnPreprocessing]) -> Recipe:
-        """Return the recipe with the constants of its bought columns, a `Recipe`.
+        """Return a new `Recipe` whose preprocessing has the constants of bought statistics.
 
         Args:
             constants: by column, its rule with range and fill.
