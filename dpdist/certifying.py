@@ -102,8 +102,8 @@ class CertificateTable(table.CertificateTable):
     def rows(self) -> list[Row]:
         """Return what `print(table)` shows, a list of `Row`: the verdict first.
 
-        A `Row` has `name`, `value` and `beside` (how to read the value), all str, and `brief` (bool:
-        whether short summaries show it).
+        A `Row` has `name`, `value` and `beside` (how to read the value), all str, and `brief`
+        (bool: whether short summaries show it).
         """
         return statistics.table_rows(self)
 

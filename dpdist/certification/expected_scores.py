@@ -232,7 +232,7 @@ class ExpectedScores(HiddenNoiseCertificate):
     def verdict_for_classifier(
         self, predicts_by_vote: bool, verdict: ScoreVerdict, sampler: ScoreSampler
     ) -> ScoreVerdict | Verdict:
-        """Return the verdict that the same draws give for one of the two classifiers they define.
+        """Return the certificate of one of the two classifiers that the draws define.
 
         Args:
             predicts_by_vote: True for the classifier that answers the class of most draws, False
@@ -241,8 +241,9 @@ class ExpectedScores(HiddenNoiseCertificate):
             sampler: the result of `build_sampler`.
 
         Returns:
-            A `Verdict` for votes or a `ScoreVerdict` for mean scores; `verdict` itself if it is
-            already of that classifier.
+            A `Verdict` for votes or a `ScoreVerdict` for mean scores, with `prediction` (the class;
+            -1: abstains) and `radius` (in input units); `verdict` itself if it is of that
+            classifier.
         """
         if predicts_by_vote == (self.bound == COUNTS_BOUND):
             return verdict
@@ -313,8 +314,9 @@ class ExpectedScores(HiddenNoiseCertificate):
     def read_sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:
         """Return every certificate in L2 and L-infinity, a tuple of `CertifiedSizes`.
 
-        The vote answers with its own class. The last entry is a printed formula that is not valid
-        (`is_valid` False); its class is that of the largest mean score.
+        Each has `name` and `norm` (str), `size` (float64 (N,), in input units) and `prediction`
+        (int64 (N,); -1: abstains). The last one is a formula that a paper prints and that is not
+        valid, with `is_valid` False.
         """
         counted = table["bound"][0].as_py() == COUNTS_BOUND
         found = []

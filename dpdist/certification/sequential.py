@@ -425,9 +425,10 @@ class TargetRadius(SequentialSmoothing):
         """Return the certificate of one input from its counts.
 
         Returns:
-            A `Verdict`: `prediction` (int; -1 if no radius passed), `radius` (the largest that
-            passed; 0 if none), `p_lower`, `target` (that radius; the smallest of `radii` if none
-            passed) and the counts.
+            A `Verdict`: `prediction` (int, the class; -1 if no radius passed), `radius` (float, L2
+            in input units, the largest that passed; 0 if none), `p_lower` (float, lower bound of
+            the class's probability), `target` (the radius whose test is stated: `radius`, or the
+            smallest of `radii` if none passed) and the counts.
         """
         (partial,) = partials
         return _verdict_of_passed(partial, self.radii, self.hypotheses(sampler.equivalent_noise))

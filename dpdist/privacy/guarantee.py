@@ -149,8 +149,8 @@ class Guarantee:
     def row(self) -> Row:
         """Return the `Row` about privacy that commands, pages and cards show.
 
-        A `Row` has `name`, `value` and `beside` (how to read the value), all str, and `brief` (bool:
-        whether short summaries show it).
+        A `Row` has `name`, `value` and `beside` (how to read the value), all str, and `brief`
+        (bool: whether short summaries show it).
         """
         return privacy_row(self.to_dict())
 

@@ -124,8 +124,8 @@ class Release:
 
         Warnings are first.
 
-        A `Row` has `name`, `value` and `beside` (how to read the value), all str, and `brief` (bool:
-        whether short summaries show it).
+        A `Row` has `name`, `value` and `beside` (how to read the value), all str, and `brief`
+        (bool: whether short summaries show it).
         """
         return release_rows(self.description, self.card)
 

@@ -292,7 +292,7 @@ class RunResults:
         """Return what the method's paper claims about this run, a `Claim`; None without a claim.
 
         A `Claim` has `claimed` and `proved` (each a `Guarantee`; `claimed` may be None), `verdict`
-        and `reason`.
+        ("sound", "sound if" or "not sound") and `reason` (str).
         """
         return self.recipe.method.claim(self.plan, self.guarantee)
 

@@ -361,10 +361,11 @@ class Recipe(BaseRecipe):
 
     @property
     def score(self) -> ScriptScore | None:
-        """Return the settings of a script's scores on private records, a `ScriptScore`.
+        """Return the settings of `PrivateTraining.score`, a `ScriptScore`; None without scores.
 
-        Its fields are `every` (steps), `noise`, `records` (a number) and `value` (a name). None for
-        a recipe without such scores.
+        Its fields are `every` (steps between two scores), `noise` (standard deviation on the sum of
+        the records' values), `records` (their public number) and `value` (name of a record's
+        value).
         """
         return None if self.by_script is None else self.by_script.score
 
