@@ -17,6 +17,9 @@ from dpdist.cluster.work import Chunk, ChunkJob, PoolSettings
 from dpdist.core.errors import ClusterError, InvalidResultsError
 
 
+pytestmark = pytest.mark.e2e
+
+
 @pytest.fixture(scope="module", autouse=True)
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A local session of two CPUs; its log file."""
@@ -42,7 +45,6 @@ def chunks_of(count: int) -> list[Chunk]:
     return [Chunk(f"c{i}", i, i) for i in range(count)]
 
 
-@pytest.mark.e2e
 def test_lower_priority_goes_first(tmp_path):
     def factory(log: Path) -> Any:
         def work(payload: int) -> None:
@@ -56,7 +58,6 @@ def test_lower_priority_goes_first(tmp_path):
     assert (tmp_path / "log").read_text().split() == [str(i) for i in reversed(range(20))]
 
 
-@pytest.mark.e2e
 def test_an_actor_on_a_host_with_different_code_ends_the_job(monkeypatch):
     """Also on a host that joined after the driver had checked all of them."""
     monkeypatch.setattr(
@@ -72,7 +73,6 @@ def test_an_actor_on_a_host_with_different_code_ends_the_job(monkeypatch):
     assert results == []
 
 
-@pytest.mark.e2e
 def test_a_stream_of_chunks_is_read_only_a_little_ahead():
     """A million chunks would not fit in memory with their inputs."""
 
@@ -98,7 +98,6 @@ def test_a_stream_of_chunks_is_read_only_a_little_ahead():
     assert ahead <= 1000 + 2 * 2 + 1
 
 
-@pytest.mark.e2e
 def test_a_failure_among_thousands_is_blamed_on_its_own_chunk():
     def factory(_: None) -> Any:
         def work(payload: int) -> int:
@@ -112,7 +111,6 @@ def test_a_failure_among_thousands_is_blamed_on_its_own_chunk():
         collect(factory, None, chunks_of(3000), actors=2)
 
 
-@pytest.mark.e2e
 def test_an_actor_killed_among_thousands_loses_nothing(tmp_path):
     def factory(folder: Path) -> Any:
         def work(payload: int) -> int:
@@ -129,7 +127,6 @@ def test_an_actor_killed_among_thousands_loses_nothing(tmp_path):
     assert len(list(tmp_path.glob("killed-*"))) == 2
 
 
-@pytest.mark.e2e
 def test_chunks_that_grow_long_are_shared_out():
     """No actor keeps long chunks from the other."""
 
@@ -145,7 +142,6 @@ def test_chunks_that_grow_long_are_shared_out():
     assert len(shares) == 2 and min(shares) >= 4
 
 
-@pytest.mark.e2e
 def test_a_chunk_waits_for_the_actor_that_has_yet_to_start(tmp_path):
     """Two long chunks are worked on by two actors, though one of these starts late."""
 
@@ -197,7 +193,6 @@ def test_an_interrupt_drops_nothing_that_is_finished(tmp_path):
     assert results[0] == "interrupted" and sorted(results[1:]) == ["c0", "c1"]
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize("actors", [1, 2])
 def test_a_hanging_actor_is_done_without(tmp_path, actors):
     """Another one takes its place."""
@@ -218,7 +213,6 @@ def test_a_hanging_actor_is_done_without(tmp_path, actors):
     assert time.monotonic() - start < 300, "it waited for the one that hangs"
 
 
-@pytest.mark.e2e
 def test_results_that_do_not_hold_are_not_tried_again():
     """Whoever tried once more might be lucky, and the results would pass for sound ones."""
 
@@ -238,7 +232,6 @@ def test_results_that_do_not_hold_are_not_tried_again():
         assert (Path(folder) / "77").exists()
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize("paused", [False, True])
 def test_no_actor_is_blamed_for_a_pause_of_this_process(paused):
     """After a laptop's sleep the clock has gone on, and no actor had a chance to answer."""

@@ -325,7 +325,9 @@ def test_no_door_of_python_tells_a_value(door, capfd):
     assert MARK not in "".join(capfd.readouterr())
 
 
-@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet", "texts", "pictures"])
+@pytest.mark.parametrize(
+    "kind", ["csv", "jsonl", "parquet", "pictures", pytest.param("texts", marks=pytest.mark.slow)]
+)
 def test_a_run_tells_no_value_outside_private(kind, capfd):
     """The marks stand in features, in a text and in names of persons and of pictures."""
     numbers = {"x": [float(f"{MARK}.{n}") for n in range(16)], "label": [0, 1] * 8}

@@ -50,6 +50,7 @@ def _script(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+@pytest.mark.e2e
 def test_a_killed_or_interrupted_script_resumes(tmp_path):
     """Killed, it names the steps that it replays; interrupted, it repeats none."""
     _script(tmp_path, "kill").communicate(timeout=60)

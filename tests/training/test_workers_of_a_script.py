@@ -462,6 +462,7 @@ def unwritten(rank: int, folder: Path, what: str) -> tuple[str, int, bool]:
     return "", 0, False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["step", "changes", "checkpoint"])
 def test_no_worker_goes_on_where_the_first_cannot_write(tmp_path, pair, what):
     """And none has a gradient that is not on record."""
