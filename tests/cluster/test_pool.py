@@ -16,7 +16,6 @@ from dpdist.cluster.session import Session, connect
 from dpdist.cluster.work import Chunk, ChunkJob, PoolSettings
 from dpdist.core.errors import ClusterError, InvalidResultsError
 
-
 pytestmark = pytest.mark.e2e
 
 
