@@ -244,8 +244,8 @@ def connect(
         worker_setup: a function that runs once in every worker process.
 
     Yields:
-        A `Session`: `address` (str; None for a new local session), `cpus`, `gpus` and `nodes`
-        (numbers), and `local` (bool).
+        A `Session`: `address` (str; None for a new local session), `cpus` and `gpus` (floats),
+        `nodes` (int), and `local` (bool: whether it is a session on this machine).
 
     Raises:
         ClusterError: nothing answers at RAY_ADDRESS, or the session was lost, for example because

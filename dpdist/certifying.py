@@ -66,8 +66,10 @@ class CertificateTable(table.CertificateTable):
         alpha: float, error probability of each certificate.
         sigma, n, mode, norm: as in the settings: standard deviation of the noise (float), draws for
             each input (int), name of the certificate (str) and norm of the radii, such as "l2".
-        clean_accuracy: accuracy of the model itself on these inputs, without smoothing noise.
-        input_range: least and largest number in the inputs (in 1,000 of them, if there are more).
+        clean_accuracy: float in [0, 1], accuracy of the model itself on these inputs, without
+            smoothing noise; None if the table does not state it.
+        input_range: pair of floats, least and largest number in the inputs (in 1,000 of them, if
+            there are more); None if the table does not state it.
         path: `Path` of certificates.parquet; the file does not exist if you gave `certify` no
             folder.
 
@@ -108,20 +110,17 @@ class CertificateTable(table.CertificateTable):
         return statistics.table_rows(self)
 
     def plot(self, ax: Any = None) -> Any:
-        """Plot certified accuracy against the radius, and return the matplotlib axes.
+        """Plot certified accuracy against the radius, and return the matplotlib `Axes`.
 
         Args:
             ax: matplotlib axes to draw into; default: the current ones.
-
-        Returns:
-            The matplotlib `Axes`.
         """
         return plot_certificates(self, ax)
 
     def population_bounds(
         self, radii: Sequence[float] | None = None, error: float = statistics.ERROR
     ) -> list[statistics.PopulationBound]:
-        """Return lower bounds of the population's certified accuracy, one for each radius.
+        """Return lower bounds of the population's certified accuracy, a list of `PopulationBound`.
 
         The bounds of all radii hold together with probability at least 1 - error, if the inputs are
         an independent sample.
@@ -131,9 +130,9 @@ class CertificateTable(table.CertificateTable):
             error: error probability of all bounds together.
 
         Returns:
-            A list of `PopulationBound`, one for each radius: `radius`, `accuracy_lower_bound`
-            (float in [0, 1]) and `certifiable_upper_bound` (float, an upper bound of the fraction
-            that more draws could certify; None if the table has no counts of all classes).
+            An entry for each radius: `radius`, `accuracy_lower_bound` (float in [0, 1]) and
+            `certifiable_upper_bound` (float, an upper bound of the fraction that more draws could
+            certify; None if the table has no counts of all classes).
         """
         return statistics.population_bounds(self, radii, error)
 

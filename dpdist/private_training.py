@@ -527,18 +527,24 @@ class PrivateTraining:
 
     @property
     def recipe(self) -> Recipe:
-        """Return the `Recipe` of this training in the run folder, with the noise that you gave."""
+        """Return the `Recipe` of this training, as it is or will be in the run folder.
+
+        Its section `privacy` has epsilon or noise_multiplier, whichever you gave.
+        """
         return self._recipe
 
     @property
     def records(self) -> Records:
-        """Return the private data, a `Records`; if the unit is a user, one entry is one user."""
+        """Return the private data, a `Records`, whose length is the number of units of privacy.
+
+        If the unit is a user, one position is one user with all of its records.
+        """
         return self._records
 
     def state_digest(self) -> str:
         """Return a hash of the current model, optimizer and `state`, a str of 32 hex digits.
 
-        It includes plain attributes of the model's layers.
+        It includes plain attributes of the model's layers. Equal states have equal hashes.
 
         Raises:
             UserError: an object's state cannot be kept in a checkpoint.
@@ -549,17 +555,18 @@ class PrivateTraining:
 
     @property
     def history(self) -> Any:
-        """Return the released values of all steps so far.
+        """Return the released values of all steps so far, a table with one row per step.
 
-        Returns:
-            A pandas DataFrame with one row per step; without pandas a dict of lists. Its columns
-            are step, learning_rate and noisy_norm; score, if you declared scores; and eval_NAME for
-            each metric of `evaluate`.
+        It is a pandas DataFrame; without pandas a dict of lists. Columns are `step` (from 0 on),
+        `learning_rate` and `noisy_norm`; `score` if you declared scores; and `eval_NAME` for each
+        metric of `evaluate`. A step without a score or metric has None or NaN there.
         """
         return as_table(History(self.run.history).columns(self._done))
 
     def evaluate(self, eval_data: Any, *, metric: Metric = "accuracy") -> float:
         """Return a metric of the current model on PUBLIC records, and add it to the history.
+
+        Before the first step it is not added, since the history has no row yet.
 
         Guarantee: post-processing of what was released; it does not affect epsilon. A record that
         is also in `data` is not supported.
@@ -608,10 +615,10 @@ class PrivateTraining:
         return found
 
     def plot(self, *columns: str, ax: Any = None) -> Any:
-        """Plot columns of the history against the steps, and return the matplotlib axes.
+        """Plot columns of the history against the steps, and return the matplotlib `Axes`.
 
         Args:
-            columns: names of columns, or "epsilon" for the plan's; default: "noisy_norm".
+            columns: names of columns, or "epsilon" for the plan's epsilon; default: "noisy_norm".
             ax: matplotlib axes to draw into; default: the current ones.
 
         Returns:
@@ -633,7 +640,10 @@ class PrivateTraining:
 
     @property
     def remaining_steps(self) -> int:
-        """Return the number of remaining steps of the plan, an int; 0 at the end."""
+        """Return the number of steps of the plan that can still be taken, an int.
+
+        It is 0 after the last step and after `finish`.
+        """
         return 0 if self._learner.stopped else self.plan.steps - self._done
 
     @property
@@ -645,11 +655,10 @@ class PrivateTraining:
     def guarantee(self) -> Guarantee:
         """Return the `Guarantee` of everything that was released so far, over all attempts.
 
-        You mostly read its `epsilon` and `delta`. Its kind is "assumed: post-processing" if the
-        script changed the model between steps or saw private metrics. With a fixed run key,
-        `fixed_key` is True and the text says NOT PRIVATE. Before the first step it is that of 0
-        steps. After `finish` it is that of all planned steps, because the step at which a loop
-        stops may depend on what its steps returned.
+        Its `kind` is "assumed: post-processing" if the script changed the model between steps or
+        saw private metrics. Before the first step it counts no steps. After `finish` it counts all
+        planned steps, because the step at which a loop stops may depend on what steps returned.
+        With a fixed run key, `fixed_key` is True and the text says NOT PRIVATE.
         """
         plan = self.plan
         if not self._started:  # nothing was released: only scores are counted
@@ -676,8 +685,9 @@ class PrivateTraining:
         Several workers take it together: each calls it, in the same order.
 
         Returns:
-            A `StepReport` of this step: `step` (int), `learning_rate`, `noisy_norm`, `epsilon` so
-            far (floats), and `private` and `score`, which are None if you did not ask for them.
+            A `StepReport` of this step: `step` (int, from 0 on), `learning_rate`, `noisy_norm` and
+            `epsilon` so far (floats), `private` (dict; None without private_metrics) and `score`
+            (float; None after a step without a score).
 
         Raises:
             UserError: no step is left, parts of the model were frozen or exchanged since the last
@@ -743,13 +753,13 @@ class PrivateTraining:
             return self._loop.take(bool(self._asked))
 
     def checkpoint(self) -> None:
-        """Write a checkpoint between two steps, so that a restart repeats none of them.
+        """Write a checkpoint between two steps, so that a restart repeats no step.
 
-        Checkpoints are written every `resources.checkpoint_seconds`; call this if a script learns
-        that it will end, for example by SIGTERM: its handler sets a flag, since a call inside a
-        step raises an error. Several workers first agree on the flag
-        (`torch.distributed.all_reduce`), as all must call it after the same step. Before the first
-        step and after the last it does nothing. Returns nothing.
+        Checkpoints are written every `resources.checkpoint_seconds`. Call this if a script learns
+        that it will end, for example by SIGTERM. Let the signal's handler only set a flag, since a
+        call inside a step raises an error. Several workers must call it after the same step, so
+        they first agree on the flag (`torch.distributed.all_reduce`). Before the first step and
+        after the last it does nothing. Returns nothing.
 
         Raises:
             UserError: as `step` does, a step was interrupted, or other workers continue.
@@ -790,9 +800,9 @@ class PrivateTraining:
         number of steps depends on the records, while the planned number does not. So the remaining
         steps are counted in epsilon without being taken, and cannot be taken later.
 
-        Several workers call it together. After the last step it only returns the folder. You may
-        have restored the parameters of an earlier step; the guarantee then is *assumed:
-        post-processing*.
+        Several workers call it together. After the last step it only returns the folder. If you
+        restored the parameters of an earlier step without `put_back`, the kind of the guarantee is
+        "assumed: post-processing".
 
         Returns:
             The `RunFolder` of the finished run, which reports, releases and certificates take.
@@ -828,7 +838,7 @@ class PrivateTraining:
         return self.run
 
     def run_all(self, *, progress: bool = True) -> RunFolder:
-        """Take all remaining steps, with nothing in between.
+        """Take all remaining steps, with nothing in between, and return the run's folder.
 
         Args:
             progress: show a line of progress on a terminal or in a notebook, with epsilon so far.
@@ -847,9 +857,9 @@ class PrivateTraining:
 
     @contextmanager
     def finishing_later(self) -> Iterator[None]:
-        """Leave the end of the training to `finish`, also after the last step in the block.
+        """Return a context manager in whose block the last step does not end the training.
 
-        A context manager; it yields nothing.
+        Call `finish` after the block. The `with` statement yields None.
         """
         self._later = True
         try:
@@ -858,13 +868,12 @@ class PrivateTraining:
             self._later = False
 
     def put_back(self, weights: Mapping[str, Tensor]) -> None:
-        """Restore the parameters of an earlier step, chosen only by PUBLIC records.
+        """Restore parameters of an earlier step, chosen only by PUBLIC records. Returns nothing.
 
-        That is post-processing of what was released, so the card needs no further assumption.
-        Returns nothing.
+        The choice is post-processing of what was released, so the card needs no further assumption.
 
         Args:
-            weights: the values by name of the parameter; other parameters stay as they are.
+            weights: dict from parameter name to tensor; other parameters stay as they are.
         """
         loop, changed = self._loop, self._learner.changed()
         if changed and loop is not None and loop.step.ledger is not None:
@@ -876,15 +885,16 @@ class PrivateTraining:
         self._learner.watch()
 
     def keep_interrupted(self, agreed: bool = False) -> str | None:
-        """Write a checkpoint after Ctrl-C, and return at which step the run resumes.
+        """Write a checkpoint after Ctrl-C, and return a sentence (str) that says how to resume.
 
         Args:
             agreed: whether all workers call it after the same step; else several workers write no
                 checkpoint.
 
         Returns:
-            A sentence (str) with the step at which the same script resumes; None before the first
-            step.
+            A sentence with the interrupted step. It also names the step of the newest checkpoint if
+            Ctrl-C came inside a step, or if several workers do not call this after the same step.
+            None before the run begins and after it is closed.
         """
         loop = self._loop
         if loop is None:
@@ -915,7 +925,7 @@ class PrivateTraining:
         Guarantee: a score is the records' values, each in [0, 1], added up with Gaussian noise, and
         divided by the public number of records. The plan counts all scores from the beginning. No
         step trains on these records, so a record is used by the steps or by the scores, and the
-        guarantee is the worse of both. With `privacy.epsilon` neither costs more than that.
+        guarantee is the worse of both. Neither costs more than a given `privacy.epsilon`.
 
         A loop may depend on scores, to choose a rate or when to stop. A score that cannot be
         repeated exactly after a crash is sampled again and counts as a new one: when all scores of

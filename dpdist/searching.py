@@ -427,27 +427,35 @@ class SearchResult:
 
     @cached_property
     def guarantee(self) -> Guarantee:
-        """Return the `Guarantee` of training and search together: `epsilon` at `delta`."""
+        """Return the `Guarantee` of training and search together, with `epsilon` and `delta`."""
         return load_results(self.best).guarantee
 
     @property
     def num_trials(self) -> str:
-        """Return a description of the distribution of the number of trials, a str."""
+        """Return the distribution of the number of trials in words, a str.
+
+        It reads like "fixed, 10 trials". If the number is secret, the text also states a number
+        that is reached with high probability.
+        """
         return self._terms.num_trials
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Return the winner's values, a dict by searched name such as "training.learning_rate"."""
+        """Return the values of the winner, a dict from searched name to value.
+
+        A name is a dotted key such as "training.learning_rate", or an entry of `space` for a
+        function.
+        """
         return self._terms.values_of(self.best.read_recipe())
 
     @property
     def trials(self) -> tuple[PublishedTrial, ...]:
         """Return all trials, a tuple of `PublishedTrial`, if their number is fixed.
 
-        Returns:
-            A tuple with one entry per trial: `values` (dict by searched name), `noise_multiplier`
-            (float), `scores` (list of float), `failed` (why it does not count, a str; None if it
-            does) and `chosen` (bool).
+        A trial has `values` (dict by searched name), `noise_multiplier` (float), `scores` (list of
+        float; the last one counts, larger is better, and those on private records have noise),
+        `failed` (why it does not count, a str; None if it does) and `chosen` (bool: whether it
+        won).
 
         Raises:
             UserError: the number of trials is secret.
@@ -462,13 +470,10 @@ class SearchResult:
         return self._terms.trials
 
     def plot(self, ax: Any = None) -> Any:
-        """Plot the score of each trial, and return the matplotlib axes.
+        """Plot the last score of each trial that did not fail, and return the matplotlib `Axes`.
 
         Args:
             ax: matplotlib axes to draw into; default: the current ones.
-
-        Returns:
-            The matplotlib `Axes`.
 
         Raises:
             UserError: the number of trials is secret.

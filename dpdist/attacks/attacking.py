@@ -57,7 +57,7 @@ def attack(
         seed: any text, from which all random numbers follow.
 
     Returns:
-        float32 (N, ...) on the CPU.
+        A float32 tensor (N, ...) on the CPU: for each input, in order, the attacked point.
 
     Raises:
         UserError: an argument is wrong.

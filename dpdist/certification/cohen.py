@@ -290,9 +290,16 @@ class Cohen(Smoothing):
         batch: int,
         sampler: VoteSampler,
     ) -> PartialCounts:
-        """Draw blocks low..high-1 of one input, and return the counts of each class.
+        """Draw blocks low..high-1 of one input, and return the counts of each class, a dict.
 
-        Arguments are those of `Certificate.sample`; a unit is a block of `batch` draws.
+        Args:
+            counter: a `ClassCounter`, which runs the model on blocks of noisy copies of an input.
+            x: the input, a float32 tensor of the input's shape.
+            index: position of the input in the data; it is in the keys of its noise.
+            low: first block.
+            high: one after the last block, at most ceil(n / batch).
+            batch: draws in a block.
+            sampler: the result of `build_sampler(model, input_shape)`.
 
         Returns:
             A dict of JSON values for `decide`: "histogram", the draws of each class, a list of int;
@@ -306,13 +313,17 @@ class Cohen(Smoothing):
         return partial | counts_to_json(counts, min(high * batch, self.n) - low * batch)
 
     def decide(self, partials: Sequence[PartialCounts], sampler: VoteSampler) -> Verdict:
-        """Return the certificate of one input by CERTIFY, from the counts of all blocks.
+        """Return the certificate of one input by CERTIFY, a `Verdict`, from all its counts.
+
+        Args:
+            partials: results of `sample` that together cover every block once.
+            sampler: the result of `build_sampler(model, input_shape)`.
 
         Returns:
-            A `Verdict`: `prediction` (int, the certified class; -1: abstains), `radius` (float,
-            input units; 0 if it abstains), `p_lower` (float, lower bound of the class's
-            probability), `selected` (int), `k` of `n` draws for it, and `histogram` (draws of each
-            class).
+            A `Verdict`: `prediction` (int, the certified class; -1: abstains), `radius` (float, in
+            input units, in L2 for Gaussian noise, else L1; 0 if it abstains), `p_lower` (float,
+            lower bound of the class's probability), `selected` (int), `k` of `n` draws for it, and
+            `histogram` (draws of each class).
         """
         counts = total_counts(partials, "histogram", self.n)
         return certify(
@@ -333,10 +344,11 @@ class Cohen(Smoothing):
         batch: int,
         sampler: VoteSampler,
     ) -> Verdict:
-        """Certify one input for any class except `excluded_class`, and stop early if none is left.
+        """Return the certificate of one input for a class other than `excluded_class`, a `Verdict`.
 
-        Only the class that n0 draws select can be certified. Arguments are those of `sample`, which
-        draws all units here.
+        It stops early if `excluded_class` was selected: only the class that n0 draws select can be
+        certified. `excluded_class` is the index of a class, an int. All other arguments are those
+        of `sample`.
 
         Returns:
             A `Verdict` as `decide` returns it; with prediction -1 and radius 0 if `excluded_class`
@@ -388,7 +400,10 @@ class Cohen(Smoothing):
     ) -> tuple[Certificate, NoiseSampler]:
         """Return the settings and the sampler that a table was certified with.
 
-        Arguments are those of `Certificate.recreate`.
+        Args:
+            certificates: the table.
+            norm: ignored: the noise of the table determines the norm.
+            batch: draws in a block.
 
         Returns:
             A pair (settings, sampler): an instance of this class with the table's draws and error,

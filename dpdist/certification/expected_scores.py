@@ -166,16 +166,23 @@ class ExpectedScores(HiddenNoiseCertificate):
         batch: int,
         sampler: ScoreSampler,
     ) -> PartialCounts:
-        """Draw blocks low..high-1 of one input, and return the summed scores of each class.
+        """Draw blocks low..high-1 of one input, and return the summed scores of each class, a dict.
 
-        Arguments are those of `Certificate.sample`: counter, x (one input), index, the blocks,
-        batch (draws in a block) and sampler (the result of `build_sampler`).
+        Args:
+            counter: a `HiddenNoiseCounter`, which runs the model with noise after its first layer.
+            x: the input, a float32 tensor of the input's shape.
+            index: position of the input in the data; it is in the keys of its noise.
+            low: first block.
+            high: one after the last block, at most ceil(n / batch).
+            batch: draws in a block.
+            sampler: the result of `build_sampler(model, input_shape)`.
 
         Returns:
-            A dict of JSON values for `decide`: "sums", "squares" and "histogram", lists of int of
-            length classes (scores and their squares in whole units, added up; draws with the
-            largest score); if low is 0, "selected" (int), the class of the vote by n0 other draws;
-            and if there are any, "undefined", a list of one int, the draws without a class.
+            A dict of JSON values for `decide`. "sums", "squares" and "histogram" are lists with an
+            int for each class: the sum of its scores in units of 2^-20, the sum of their squares in
+            units of 2^-40, and the draws in which its score was the largest. If low is 0,
+            "selected" (int) is the class of the vote by n0 other draws. "undefined", a list of one
+            int, counts draws without a class, if there are any.
         """
         partial: PartialCounts = {}
         if low == 0:
@@ -198,16 +205,18 @@ class ExpectedScores(HiddenNoiseCertificate):
         return partial | counts_to_json(np.asarray(partial["histogram"]), draws)
 
     def decide(self, partials: Sequence[PartialCounts], sampler: ScoreSampler) -> ScoreVerdict:
-        """Return all certificates of one input, from the sums of all blocks.
+        """Return all certificates of one input, a `ScoreVerdict`, from the sums of all blocks.
 
         Args:
             partials: results of `sample` that together cover every block once.
-            sampler: the result of `build_sampler`.
+            sampler: the result of `build_sampler(model, input_shape)`.
 
         Returns:
             A `ScoreVerdict`: `prediction` (int, the certified class; -1: abstains), `radius`
-            (float, input units of `norm`; 0 if it abstains), `sizes` (dict of float by column, such
-            as "exact_l2"), and the bounds and sums that they follow from.
+            (float, in input units of the settings' `norm`; 0 if it abstains), `sizes` (dict of
+            float by column, such as "exact_l2"), `p_lower` and `p_upper` (floats, lower bound of
+            this class's expected score and upper bound of every other's), `sums`, `squares` and
+            `histogram`.
         """
         names = ("sums", "squares", *self.binned_fields)
         counts = {name: total_counts(partials, name) for name in names}
@@ -218,13 +227,14 @@ class ExpectedScores(HiddenNoiseCertificate):
     def certify_counts(
         self, counts: Mapping[str, Any], selected: int, scale: float, norms: Sensitivity
     ) -> ScoreVerdict:
-        """Return all certificates of one input, a `ScoreVerdict`.
+        """Return all certificates of one input, a `ScoreVerdict` as `decide` returns it.
 
         Args:
-            counts: its sums by name, as `sample` returns them.
-            selected: the class that other draws chose; -1 for none.
+            counts: "sums", "squares" and "histogram" of all its draws, as in `sample`.
+            selected: the class that n0 other draws chose.
             scale: standard deviation of the noise, sigma_r.
-            norms: sensitivity of the first layer.
+            norms: a `Sensitivity` with `l2` and `linf`, upper bounds of the norms of the first
+                layer.
         """
         sums, squares, votes = (np.asarray(counts[n]) for n in ("sums", "squares", "histogram"))
         return certify_scores(sums, squares, votes, selected, self, scale, norms)
@@ -232,18 +242,18 @@ class ExpectedScores(HiddenNoiseCertificate):
     def verdict_for_classifier(
         self, predicts_by_vote: bool, verdict: ScoreVerdict, sampler: ScoreSampler
     ) -> ScoreVerdict | Verdict:
-        """Return the certificate of one of the two classifiers that the draws define.
+        """Return the certificate of one of the two classifiers that the same draws define.
 
         Args:
             predicts_by_vote: True for the classifier that answers the class of most draws, False
                 for the one that answers the class of the largest mean score.
             verdict: a result of `decide`.
-            sampler: the result of `build_sampler`.
+            sampler: the result of `build_sampler(model, input_shape)`.
 
         Returns:
             A `Verdict` for votes or a `ScoreVerdict` for mean scores, with `prediction` (the class;
-            -1: abstains) and `radius` (in input units); `verdict` itself if it is of that
-            classifier.
+            -1: abstains) and `radius` (float, in input units of the settings' `norm`; 0 if it
+            abstains). It is `verdict` itself if `verdict` is of that classifier.
         """
         if predicts_by_vote == (self.bound == COUNTS_BOUND):
             return verdict
@@ -314,9 +324,14 @@ class ExpectedScores(HiddenNoiseCertificate):
     def read_sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:
         """Return every certificate in L2 and L-infinity, a tuple of `CertifiedSizes`.
 
-        Each has `name` and `norm` (str), `size` (float64 (N,), in input units) and `prediction`
-        (int64 (N,); -1: abstains). The last one is a formula that a paper prints and that is not
-        valid, with `is_valid` False.
+        Args:
+            table: the table of certificates, a pyarrow Table.
+
+        Returns:
+            A `CertifiedSizes` for each certificate and norm: `name` and `norm` (str, such as
+            "exact" and "l2"), `size` (float64 (N,), in input units of `norm`; 0 if it abstains),
+            `prediction` (int64 (N,); -1: abstains) and `is_valid` (bool). The last one,
+            "as_printed", is a formula of a paper that is not valid: its `is_valid` is False.
         """
         counted = table["bound"][0].as_py() == COUNTS_BOUND
         found = []
@@ -358,7 +373,10 @@ class ExpectedScores(HiddenNoiseCertificate):
     ) -> tuple[ExpectedScores, ScoreSampler]:
         """Return the settings and the sampler that a table was certified with.
 
-        Arguments are those of `Certificate.recreate`.
+        Args:
+            certificates: the table.
+            norm: norm of the radius that the settings certify, "l2" or "linf".
+            batch: draws in a block.
 
         Returns:
             A pair (settings, sampler): an instance of this class with the table's draws, error and
@@ -370,7 +388,13 @@ class ExpectedScores(HiddenNoiseCertificate):
 
     @classmethod
     def describe(cls, certificates: CertificateTable) -> str:
-        """Return a line about the noise and the draws, a str like "Expected scores under ..."."""
+        """Return a line about a table's noise and draws, a str.
+
+        It reads like "Expected scores under the model's own noise, 1,000 draws an input".
+
+        Args:
+            certificates: the table.
+        """
         return f"Expected scores under the model's own noise, {certificates.n:,} draws an input"
 
     @classmethod

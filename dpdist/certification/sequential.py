@@ -388,9 +388,16 @@ class TargetRadius(SequentialSmoothing):
         batch: int,
         sampler: VoteSampler,
     ) -> PartialCounts:
-        """Draw until every radius of one input is decided, and return the counts.
+        """Draw until every radius of one input is decided, and return the counts, a dict.
 
-        Arguments are those of `Certificate.sample`; the whole work is one unit.
+        Args:
+            counter: a `ClassCounter`, which runs the model on blocks of noisy copies of an input.
+            x: the input, a float32 tensor of the input's shape.
+            index: position of the input in the data; it is in the keys of its noise.
+            low: 0, since the whole work is one unit.
+            high: 1.
+            batch: draws in a block.
+            sampler: the result of `build_sampler(model, input_shape)`.
 
         Returns:
             A dict of JSON values for `decide`: "selected" (int, the class), "n" (int, the draws
@@ -422,13 +429,19 @@ class TargetRadius(SequentialSmoothing):
         }
 
     def decide(self, partials: Sequence[PartialCounts], sampler: VoteSampler) -> Verdict:
-        """Return the certificate of one input from its counts.
+        """Return the certificate of one input, a `Verdict`, from its counts.
+
+        Args:
+            partials: a list of one result of `sample`.
+            sampler: the result of `build_sampler(model, input_shape)`.
 
         Returns:
-            A `Verdict`: `prediction` (int, the class; -1 if no radius passed), `radius` (float, L2
-            in input units, the largest that passed; 0 if none), `p_lower` (float, lower bound of
-            the class's probability), `target` (the radius whose test is stated: `radius`, or the
-            smallest of `radii` if none passed) and the counts.
+            A `Verdict`: `prediction` (int, the class; -1 if no radius passed), `radius` (float, the
+            largest of `radii` that passed, in input units, in L2 for Gaussian noise, else L1; 0 if
+            none), `p_lower` (float, lower bound of the class's probability that the test of this
+            radius proved; 0 if none), `target` (`radius`, or the smallest of `radii` if none
+            passed), `selected` (int, the class), `k` of `n` draws for it, `looks` and `hits` (as in
+            `sample`).
         """
         (partial,) = partials
         return _verdict_of_passed(partial, self.radii, self.hypotheses(sampler.equivalent_noise))
@@ -574,9 +587,16 @@ class Anytime(SequentialSmoothing):
         batch: int,
         sampler: VoteSampler,
     ) -> PartialCounts:
-        """Draw until every radius of one input is decided, or n draws, and return the counts.
+        """Draw until all radii of one input are decided, or n draws, and return counts, a dict.
 
-        Arguments are those of `Certificate.sample`; the whole work is one unit.
+        Args:
+            counter: a `ClassCounter`, which runs the model on blocks of noisy copies of an input.
+            x: the input, a float32 tensor of the input's shape.
+            index: position of the input in the data; it is in the keys of its noise.
+            low: 0, since the whole work is one unit.
+            high: 1.
+            batch: draws in a block.
+            sampler: the result of `build_sampler(model, input_shape)`.
 
         Returns:
             A dict of JSON values for `decide`: "selected" (int, the class), "n" (int, the draws
@@ -598,12 +618,17 @@ class Anytime(SequentialSmoothing):
         return {"selected": selected, "k": hits, "n": draws, "looks": block}
 
     def decide(self, partials: Sequence[PartialCounts], sampler: VoteSampler) -> Verdict:
-        """Return the certificate of one input from its counts.
+        """Return the certificate of one input, a `Verdict`, from its counts.
+
+        Args:
+            partials: a list of one result of `sample`.
+            sampler: the result of `build_sampler(model, input_shape)`.
 
         Returns:
-            A `Verdict`: `prediction` (int; -1: abstains), `radius` (float, input units; 0 if it
-            abstains), `p_lower` (float, lower bound of the class's probability), `target` (the
-            largest of `radii`; None without radii) and the counts.
+            A `Verdict`: `prediction` (int; -1: abstains), `radius` (float, in input units, in L2
+            for Gaussian noise, else L1; 0 if it abstains), `p_lower` (float, lower bound of the
+            class's probability), `target` (the largest of `radii`; None without radii), `selected`
+            (int) and `k` of `n` draws for it.
         """
         (partial,) = partials
         p_lower = float(self.lower_bound(partial["k"], partial["n"], self.alpha))

@@ -193,10 +193,11 @@ class PopulationBound:
 def population_bounds(
     certificates: CertificateTable, radii: Sequence[float] | None = None, error: float = ERROR
 ) -> list[PopulationBound]:
-    """Return lower bounds of the certified accuracy on the population of the inputs.
+    """Return lower bounds of the certified accuracy on a population, a list of `PopulationBound`.
 
-    All bounds are valid together, with probability at least 1 - error over the choice of inputs and
-    all their draws. Each bound has an equal part of the error (union bound).
+    The population is that of which the certified inputs are a sample. All bounds are valid
+    together, with probability at least 1 - error over the choice of inputs and all their draws.
+    Each bound has an equal part of the error (union bound).
 
     Args:
         certificates: a table of certificates, as `dpdist.load_results` reads it.

@@ -135,16 +135,17 @@ class TwoClass(Cohen):
         return self
 
     def decide(self, partials: Sequence[PartialCounts], sampler: Any) -> Verdict:
-        """Return the certificate of one input by both bounds, from the counts of all blocks.
+        """Return the certificate of one input by both bounds, a `Verdict`, from all its counts.
 
         Args:
             partials: results of `sample` that together cover every block once.
-            sampler: the result of `build_sampler`.
+            sampler: the result of `build_sampler(model, input_shape)`.
 
         Returns:
             A `Verdict`: `prediction` (int, the certified class; -1: abstains), `radius` (float, L2
             in input units; 0 if it abstains), `p_lower` (float, lower bound of the class's
-            probability), `p_upper` (float, upper bound of every other class's) and the counts.
+            probability), `p_upper` (float, upper bound of every other class's), `selected` (int),
+            `k` of `n` draws for it, and `histogram` (draws of each class).
         """
         counts = total_counts(partials, "histogram", self.n)
         return certify_against_runner_up(
@@ -167,10 +168,15 @@ class TwoClass(Cohen):
 
     @classmethod
     def achievable_radius(cls, table: pa.Table, label_probability: np.ndarray) -> np.ndarray | None:
-        """Return the L2 radius with unlimited draws, float64 (N,), in input units.
+        """Return the L2 radius of each input with unlimited draws, float64 (N,), in input units.
 
-        The rest of the probability is spread evenly over the other classes; -1 if the label is
-        not ahead of them.
+        Args:
+            table: the table of certificates, of which the noise and the number of classes are read.
+            label_probability: (N,), the probability of each input's label under the noise.
+
+        Returns:
+            An array of radii, if the other classes have equal parts of the remaining probability;
+            -1 if the label's probability is not above such a part. Never None.
         """
         others = max(1, len(table["histogram"][0]) - 1)
         rest = (1 - label_probability) / others

@@ -270,7 +270,10 @@ class Preprocessing:
         self._rules = {name: rule for name, rule in rules.items() if not rule.drop}
 
     def fit(self, *records: Any, **more: Any) -> NoReturn:
-        """Raise UserError: constants must not be fitted to records."""
+        """Raise UserError: constants must not be fitted to records.
+
+        It always raises, whatever the arguments, and never returns.
+        """
         raise UserError(
             "Preprocessing.fit: must not be called: means, ranges and categories fitted to private "
             "records let one record change the inputs of all others, which epsilon does not cover; "
@@ -282,7 +285,9 @@ class Preprocessing:
     fit_transform = fit
 
     def transform(self, data: Any) -> np.ndarray:
-        """Return the inputs of a table's rows, float32 (rows, inputs).
+        """Return the model's inputs for the rows of a table, a float32 array (rows, inputs).
+
+        Inputs are in the order of `get_feature_names_out`.
 
         Args:
             data: a pandas DataFrame, a pyarrow Table, a dict of columns, or the path of a Parquet,
@@ -295,7 +300,14 @@ class Preprocessing:
         return self.transform_file(as_table_file(data))
 
     def transform_file(self, file: TableFile) -> np.ndarray:
-        """Return the inputs of an open file's rows. Raises UserError as `transform` does."""
+        """Return the model's inputs for the rows of an open file, a float32 array (rows, inputs).
+
+        Args:
+            file: a `TableFile` of `dpdist.data.tables`, as `open_table(path)` returns it.
+
+        Raises:
+            UserError: as `transform` does.
+        """
         names = list(self._rules)
         parts = [
             preprocess(table, names, self._rules, file, first)[0]
@@ -308,7 +320,7 @@ class Preprocessing:
     def sequences(
         self, data: Any, *, person: str, order: str, length: int, target: str | None = None
     ) -> Sequences:
-        """Return one record per person from a table of several rows per person, such as visits.
+        """Return one record per person from a table of several rows per person, a `Sequences`.
 
         Guarantee: a record depends only on the rows of its person and the constants, so that one
         record is one person, and the unit of privacy can stay one record.
@@ -320,6 +332,13 @@ class Preprocessing:
                 sorted; rows with equal values stay in the table's order.
             length: number of a person's last rows to read; a public constant.
             target: column of the person's class or number, which is read from the last row.
+
+        Returns:
+            A `Sequences` of three. First `inputs`, float32 (persons, length, inputs + 1): a
+            person's last rows, the latest last, after rows of zeros if there are fewer; the last
+            input is 1 for a row and 0 for padding. Second `targets`, an array (persons,); None
+            without `target`. Third `persons`, a list of the values that name them, in the order of
+            the records.
 
         Raises:
             UserError: as `transform`, or a row has no person or no order.
@@ -354,10 +373,14 @@ class Preprocessing:
         return Sequences(inputs, targets, persons.dictionary.to_pylist())
 
     def transform_record(self, record: Any) -> np.ndarray:
-        """Return the inputs of one record, float32 (inputs,).
+        """Return the model's inputs for one record, a float32 array (inputs,).
 
-        record: a dict of its cells by column, or an array of numbers in the order of the columns.
-        Raises UserError as `transform` does.
+        Args:
+            record: a dict of its cells by column, or an array of numbers in the order of the
+                columns.
+
+        Raises:
+            UserError: as `transform` does, or the array has a different length.
         """
         cells = record
         if not isinstance(record, Mapping):
@@ -371,7 +394,14 @@ class Preprocessing:
         return found
 
     def get_feature_names_out(self, input_features: Any = None) -> np.ndarray:
-        """Return the names of the inputs, as in scikit-learn; a list counts as one input."""
+        """Return the names of the inputs, an array of str, in the order of `transform`.
+
+        A column of lists has one name for all of its inputs. Name and argument are those of
+        scikit-learn's method.
+
+        Args:
+            input_features: ignored.
+        """
         names = [each for name, rule in self._rules.items() for each in rule.names(name)]
         return np.array(names, dtype=object)
 

@@ -118,7 +118,7 @@ class Records(ABC):
         """
 
     def unit_id(self, index: int) -> Hashable:
-        """Return the unit that a record belongs to, such as a patient's number.
+        """Return the unit that a record belongs to, such as a patient's number, a hashable value.
 
         Args:
             index: position of the record.
@@ -164,7 +164,7 @@ class Records(ABC):
         yield from map(self.targets, chunks_of(self))
 
     def input_macs(self, key: bytes) -> Iterator[tuple[bytes, ...]]:
-        """Yield MACs of each record's input, so that equal inputs of two data sets can be found.
+        """Yield keyed hashes (MACs) of each record's input, by which two data sets are compared.
 
         Numbers of any type, layout and container are compared by value.
 

@@ -172,9 +172,11 @@ class FlatClipping(Clipping):
         return self.clip_norm
 
     def factors(self, squared_norms: Tensor, slack: float) -> Tensor:
-        """Return the factor of each example, a tensor (1, B) with values in (0, 1].
+        """Return the factor of each example's gradient, a tensor (1, B) with values in (0, 1].
 
-        Arguments are those of `Clipping.factors`: squared norms (layers, B) and slack.
+        Args:
+            squared_norms: (layers, B), squared L2 norms of the gradients by layer and example.
+            slack: relative error of a computed norm that the clip allows for.
         """
         norms = squared_norms.sum(0, keepdim=True).sqrt()
         return (self.clip_norm / (norms * (1 + slack))).clamp(max=1.0)
@@ -218,9 +220,11 @@ class AutomaticClipping(Clipping):
         return self.clip_norm
 
     def factors(self, squared_norms: Tensor, slack: float) -> Tensor:
-        """Return the factor of each example, a tensor (1, B) with values above 0.
+        """Return the factor of each example's gradient, a tensor (1, B) with values above 0.
 
-        Arguments are those of `Clipping.factors`: squared norms (layers, B) and slack.
+        Args:
+            squared_norms: (layers, B), squared L2 norms of the gradients by layer and example.
+            slack: relative error of a computed norm that the clip allows for.
         """
         norms = squared_norms.sum(0, keepdim=True).sqrt()
         return self.clip_norm / (norms * (1 + slack) + self.gamma)
@@ -280,7 +284,7 @@ class PerLayerClipping(Clipping):
 
     @classmethod
     def from_layer_norms(cls, layer_norms: Sequence[float]) -> PerLayerClipping:
-        """Return the clipping with these norms.
+        """Return the `PerLayerClipping` with these norms.
 
         Args:
             layer_norms: C_l in the order of `GradientEngine.layers`.
@@ -300,7 +304,11 @@ class PerLayerClipping(Clipping):
         return self.clip_norm
 
     def check(self, layers: Sequence[str]) -> None:
-        """Raise UserError if there is not one norm for each of these layers. Returns nothing."""
+        """Raise UserError unless there is one norm for each layer of a model. Returns nothing.
+
+        Args:
+            layers: names of the model's layers. Without `layer_norms` any number is accepted.
+        """
         if self.layer_norms is not None and len(self.layer_norms) != len(layers):
             raise UserError(
                 f"{len(self.layer_norms)} layer norms given for {len(layers)} trainable layers: "
@@ -310,7 +318,9 @@ class PerLayerClipping(Clipping):
     def factors(self, squared_norms: Tensor, slack: float) -> Tensor:
         """Return the factor of each layer and example, a tensor (layers, B) with values in (0, 1].
 
-        Arguments are those of `Clipping.factors`: squared norms (layers, B) and slack.
+        Args:
+            squared_norms: (layers, B), squared L2 norms of the gradients by layer and example.
+            slack: relative error of a computed norm that the clip allows for.
         """
         count = squared_norms.shape[0]
         limits = self.layer_norms or (self.clip_norm / math.sqrt(count),) * count

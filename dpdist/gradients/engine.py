@@ -152,10 +152,11 @@ class GradientEngine:
 
     Guarantee: one example adds at most `sensitivity` to `clipped_sum`. With `blocks`, record ids
     and a draw key, records run in keyed blocks, and one record changes the executed sum by at most
-    `sensitivity`, rounding included, if a record that moves to a different row changes by no more
-    than `clipping.assumed_move`; without, passes are cut by position and the sum's rounding comes
-    on top. The bound is valid for batches of up to 2^19 records, 2^13 if the model is float64. The
-    sum itself is private until noise is added: `clipped_sum` returns it as a `ClippedSum`.
+    `sensitivity`, rounding included. This assumes that a record's clipped gradient changes by at
+    most `dpdist.gradients.clipping.assumed_move` when the record moves to a different row. Without
+    blocks, passes are cut by position, and the rounding of the sum comes on top. The bound is valid
+    for batches of up to 2^19 records, 2^13 if the model is float64. The sum itself is private until
+    noise is added: `clipped_sum` returns it as a `ClippedSum`.
 
     Args:
         model: takes (B, ...) inputs and treats examples independently. BatchNorm is not supported
@@ -184,12 +185,12 @@ class GradientEngine:
             first record: no two passes of a step draw from one state (`random_passes`).
         draws: the random numbers that the model and its loss use in a pass, as detected.
         parameters: list of the trainable parameters, in the model's order.
-        size: int, their total number of scalars.
-        layers: names of the layers, in the order of per-layer clip norms.
-        fallback_layers: names of the layers without a rule, which run by torch.func. A module
-            around a layer that hooks cannot follow joins them in `validate` and `prepare`, with a
+        size: int, the total number of scalars in `parameters`.
+        layers: list of the names of the layers, in the order of per-layer clip norms.
+        fallback_layers: list of the names of the layers without a rule, which run by torch.func.
+            `validate` and `prepare` add a module around a layer that hooks cannot follow, with a
             warning.
-        sensitivity: float, the largest norm that one example can add to the sum.
+        sensitivity: float, the largest L2 norm that one example can add to the sum.
 
     Raises:
         UserError: the model mixes examples, or has nothing to train.
@@ -320,14 +321,19 @@ class GradientEngine:
 
     @property
     def written_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that passes write to, a dict of tensors by name; here it is empty."""
+        """Return the model's buffers that passes write to, a dict from name to tensor.
+
+        It is empty for this class.
+        """
         return {}
 
     @property
     def perturbation(self) -> Perturbation:
-        """Return the `Perturbation` of the next steps; the default is that of plain DP-SGD.
+        """Return the random noise of the next steps before the clip, a `Perturbation`.
 
-        You may replace it between steps (a schedule).
+        `count` (int, K) is the number of perturbed passes whose gradients are averaged, or added if
+        `aggregate` is "sum". By default it is 1, without noise: plain DP-SGD. You may assign a
+        different `Perturbation` between steps.
         """
         return self._perturbation
 
@@ -345,7 +351,10 @@ class GradientEngine:
 
     @property
     def precision(self) -> torch.dtype:
-        """Return torch.float64 if all trained parameters have it, else torch.float32."""
+        """Return the precision for which the clip bounds rounding, a `torch.dtype`.
+
+        It is torch.float64 if all trained parameters have it, else torch.float32.
+        """
         exact = all(parameter.dtype == torch.float64 for parameter in self.parameters)
         return torch.float64 if exact else torch.float32
 
@@ -353,9 +362,9 @@ class GradientEngine:
     def independence(self) -> str:
         """Return why the engine takes records to be independent in a pass, a str.
 
-        Returns:
-            "per-example" (each record runs alone), "known layers" (the model has only listed
-            layers) or "screened" (examples had the same gradient alone and among others).
+        It is "per-example" (each record runs alone), "known layers" (the model has only layer types
+        that treat records alone) or "screened" (examples had the same gradient alone and among
+        others, which is no proof).
         """
         if self.vmap or self.perturbation.per_example:
             return PER_EXAMPLE
@@ -363,7 +372,7 @@ class GradientEngine:
 
     @property
     def sensitivity(self) -> float:
-        """Return the largest L2 norm that one example can add to the sum, a float."""
+        """Return the largest L2 norm that one example can add to `clipped_sum`, a float."""
         return self.clipping.sensitivity
 
     def clipped_sum(
@@ -384,8 +393,8 @@ class GradientEngine:
             draw_key: 32 bytes, new for every step; required with random numbers or blocks.
             record_ids: (B,), distinct non-negative ids that key per-example draws and blocks.
             out: float64 (size,) of zeros, in which the sum is computed; None for a new tensor.
-            members: given if examples are users, whose inputs and targets are (B, K, ...) with K
-                `records_per_example`; an example's gradient is then the sum over its records.
+            members: a `UserMembers` if examples are users. Inputs and targets are then (B, K, ...)
+                with K `records_per_example`, and an example's gradient is the sum over its records.
 
         Returns:
             A `ClippedSum`: `flat` (float64 (size,), in the order of `parameters`), `examples` (int,
@@ -431,17 +440,18 @@ class GradientEngine:
         return ClippedSum(flat, batch, nonfinite, loss_sum)
 
     def rows_per_pass(self, blocks: Blocks) -> int:
-        """Return the number of rows of the passes over these blocks, an int.
+        """Return how many examples one physical pass over these blocks has, an int.
 
         Args:
-            blocks: how records are put into keyed blocks.
+            blocks: a `Blocks` with `count` and `capacity` (ints): how many keyed blocks there are,
+                and the most records of one.
         """
         return rows_per_pass(blocks, self.micro_batch or blocks.capacity, self.rounding)
 
     def iter_passes(
         self, batch: int, draw_key: bytes, record_ids: Tensor | None
     ) -> Iterator[tuple[Tensor, slice | Tensor]]:
-        """Yield the physical passes over a batch.
+        """Yield the physical passes over a batch, each with the examples in it.
 
         Args:
             batch: number of examples, B.
@@ -449,8 +459,9 @@ class GradientEngine:
             record_ids: (B,), distinct ids of the records; None cuts passes by position.
 
         Yields:
-            A pair for each pass: its rows (int64 tensor of positions in the batch), and a slice or
-            tensor of the rows that count; the others repeat one of these.
+            A pair for each pass. First its rows, an int64 tensor of positions in the batch. Second
+            which of these rows count, a slice or an int64 tensor of places among them; the other
+            rows repeat one that counts.
         """
         for _, rows, real in self._labeled_passes(batch, draw_key, record_ids):
             yield rows, real
@@ -691,13 +702,13 @@ class GradientEngine:
     def perturb_inputs(
         self, inputs: Inputs, record_ids: Tensor | None, draw_key: bytes, draw: int
     ) -> Inputs:
-        """Return inputs (B, ...) of a draw: augmented, then perturbed.
+        """Return the inputs (B, ...) of one of K perturbed passes: augmented, then with noise.
 
         Args:
             inputs: (B, ...), a tensor or a tuple or dict of tensors.
             record_ids: (B,), ids that key per-example draws; None without such draws.
             draw_key: 32 bytes of the step.
-            draw: number of the draw, 0 <= draw < K.
+            draw: number of the pass, 0 <= draw < K.
 
         Returns:
             Inputs of the same form and shape.
@@ -713,7 +724,10 @@ class GradientEngine:
             return self.perturbation.perturb_inputs(inputs, record_ids, draw_key, draw)
 
     def outputs(self, inputs: Tensor) -> Tensor:
-        """Return the model's outputs for inputs (B, ...), a tensor (B, ...).
+        """Return the model's outputs for a batch, a tensor (B, ...).
+
+        Args:
+            inputs: a tensor (B, ...), as the model takes it.
 
         Raises:
             UserError: the model uses random numbers, such as dropout.
@@ -799,7 +813,7 @@ class GradientEngine:
         return losses
 
     def validate(self, inputs: Inputs, targets: Tensor) -> None:
-        """Check that a model does not mix examples, and choose the micro-batch. Returns nothing.
+        """Check that the model does not mix examples, and choose the micro-batch. Returns nothing.
 
         Use examples that contain nothing private, since an observer learns the result. An engine
         that was not validated invents examples of the shapes and types of its first batch.
@@ -826,9 +840,10 @@ class GradientEngine:
         self.prepare(inputs, targets)
 
     def prepare(self, inputs: Inputs, targets: Tensor) -> None:
-        """Choose the micro-batch from what the passes need, without the checks of `validate`.
+        """Choose the micro-batch for a model that was checked elsewhere. Returns nothing.
 
-        For a model that a different process, or `validate`, has checked. Returns nothing.
+        The model was checked by `validate` of this engine or in a different process; this method
+        does not check that examples are independent.
 
         Args:
             inputs: (B, ...), B >= 2, public or invented.
@@ -885,7 +900,7 @@ class GradientEngine:
             blocks: blocks of the steps, which determine the length of passes.
 
         Returns:
-            The change in units of the sensitivity; 0 if no bit changed.
+            The L2 norm of the change, in units of the sensitivity; 0 if no bit changed.
         """
 
         def run(rows: list[int]) -> tuple[list[PerExampleGradient], Tensor]:

@@ -178,7 +178,7 @@ def _approximate_epsilon(plan: PrivacyPlan) -> float:
 
 
 def calibrate_noise(make_plan: Callable[[float], PrivacyPlan], epsilon: float) -> float:
-    """Return the smallest noise multiplier with which a plan costs at most `epsilon`.
+    """Return the smallest noise multiplier with which a plan costs at most `epsilon`, a float.
 
     Guarantee: the plan with the returned noise was accounted for itself, and costs at most
     `epsilon` by `PrivacyPlan.guarantee`; if the target can be met, it costs at least 99.9 % of it

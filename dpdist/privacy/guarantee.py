@@ -103,11 +103,12 @@ class Guarantee:
 
     @property
     def relation(self) -> str:
-        """Return the neighboring relation in words, a str such as "replace-one".
+        """Return the neighboring relation in words, a str.
 
-        A sampling rate or divisor computed from the true number of records does not change when a
-        record is added or removed: the guarantee is then for a record that is blanked out while the
-        number stays the same ("zero-out"; REPLACE_SPECIAL in dp_accounting).
+        It is "add-or-remove-one", "replace-one", "zero-out adjacency (data set size public)", or
+        "zero-out of" and the user in words. Zero-out means that a record (or user) is blanked out
+        and their number stays the same, because a sampling rate or divisor is computed from the
+        true number (REPLACE_SPECIAL in dp_accounting).
         """
         if self.user is not None:
             return f"zero-out of {self.user}"
@@ -118,7 +119,8 @@ class Guarantee:
     def to_dict(self) -> dict[str, Any]:
         """Return all fields and "relation" as a dict of JSON values.
 
-        Infinite epsilon is "inf"; "user" is missing for a record, and "fixed_key" if it is False.
+        Infinite epsilon is "inf". The key "user" is missing if the unit is a record, and
+        "fixed_key" is missing if it is False.
         """
         record = asdict(self)
         record["assumptions"] = list(self.assumptions)
@@ -132,10 +134,10 @@ class Guarantee:
         return record
 
     def to_output_dict(self) -> dict[str, Any]:
-        """Return the entries that a command prints, a dict of JSON values and epsilon.
+        """Return the entries that a command prints, a dict by name.
 
-        Its keys are epsilon (a float, which may be infinite), delta, adjacency, relation and
-        accountant (the `source`).
+        Its keys are "epsilon" (a float, which may be infinite), "delta" (float), "adjacency",
+        "relation" and "accountant" (str; the `source`).
         """
         return {
             "epsilon": self.epsilon,

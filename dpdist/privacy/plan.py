@@ -146,14 +146,14 @@ class PrivacyPlan:
     Args:
         records: number of training records N, treated as public; number of users if `user` is
             given.
-        phases: run in order; the training loop executes the steps (`Phase.training_steps`), other
-            phases are counted in full from the beginning.
+        phases: tuple of `Phase`, run in order. The training loop executes those in
+            `training_phases`; all others are counted in full from the beginning.
         delta: the delta at which `guarantee` is stated.
         clip_norm: L2 bound C on a record's contribution; noise is noise_multiplier * clip_norm. It
             is infinite (no clip) only if no step has noise: nothing is then proved.
         adjacency: the relation of data sets, "add-or-remove-one" or "replace-one".
-        nominal: whether the number of records was declared instead, so that nothing follows from
-            the true number, which stays private.
+        nominal: whether `records` is a declared number instead of the true one, which then stays
+            private.
         user: the unit if it is a user; None: one record.
 
     Raises:
@@ -246,9 +246,10 @@ class PrivacyPlan:
 
     @property
     def training_phases(self) -> list[GaussianSteps]:
-        """Return the phases that the training loop executes, a list of `GaussianSteps`.
+        """Return the phases that the training loop executes, a list of `GaussianSteps`; or empty.
 
-        Each has `steps`, `noise_multiplier` and `sample_rate`. Empty without a training loop.
+        A `GaussianSteps` has `steps` (int), `noise_multiplier` and `sample_rate` (floats). The list
+        is empty for a plan without a training loop.
         """
         return [loop for phase in self.phases if (loop := phase.training_steps) is not None]
 
@@ -259,18 +260,25 @@ class PrivacyPlan:
 
     @property
     def num_queries(self) -> int:
-        """Return the number of answers in addition to the loop, an int; 0 if none."""
+        """Return the number of noisy answers that the plan counts outside the loop, an int, or 0.
+
+        An answer is the reply to one question to an ensemble that is never released, or one score
+        on held-out private records. All votes of PATE's teachers together count as one.
+        """
         return sum(phase.num_queries for phase in self.phases)
 
     @property
     def relies_on_clipping(self) -> bool:
-        """Return whether the guarantee requires clipped contributions of records, a bool."""
+        """Return whether the guarantee requires that contributions of records are clipped, a bool.
+
+        It is True if steps have noise and `clip_norm` is finite.
+        """
         loops = (phase.training_steps for phase in walk_phases(self.phases))
         steps = any(loop is not None and loop.noise_multiplier > 0 for loop in loops)
         return steps and math.isfinite(self.clip_norm)
 
     def training_phase_index(self, step: int) -> int:
-        """Return the index of a step's phase among the phases of the loop, an int from 0 on.
+        """Return the index in `training_phases` of the phase that a step belongs to, an int.
 
         Args:
             step: number of the step, 0 <= step < steps.
@@ -287,7 +295,7 @@ class PrivacyPlan:
         raise ValueError(f"the plan has steps 0 to {self.steps - 1}, got step {step}")
 
     def phase_index(self, step: int) -> int:
-        """Return the index of a step's phase in `phases`, an int from 0 on.
+        """Return the index in `phases` of the phase that a step belongs to, an int.
 
         Args:
             step: number of the step, 0 <= step < steps.
@@ -301,15 +309,15 @@ class PrivacyPlan:
         return places[self.training_phase_index(step)]
 
     def step(self, t: int) -> StepPlan:
-        """Return the settings of one step.
+        """Return the settings of one step, a `StepPlan`.
 
         Args:
             t: number of the step, 0 <= t < steps.
 
         Returns:
-            A `StepPlan`: noise_multiplier, sample_rate, expected_batch, clip_norm (floats),
-            batch_cap (int; None: no cap) and class_rates (None: one rate for all records; else
-            sample_rate is the largest of them).
+            A `StepPlan`: `noise_multiplier`, `sample_rate`, `expected_batch`, `clip_norm` and
+            `noise_std` (floats), `batch_cap` (int; None: no cap), and `class_rates` (None: one rate
+            for all records). With class rates, `sample_rate` is the largest of them.
 
         Raises:
             ValueError: the plan has no such step.
@@ -326,7 +334,10 @@ class PrivacyPlan:
 
     @property
     def max_expected_batch(self) -> float:
-        """Return the largest expected batch of any step, a float in records; 0 without steps."""
+        """Return the largest expected batch of any step, a float; 0 without steps.
+
+        It is a number of records, or of users if the unit is a user.
+        """
         return max(map(self._expected_batch, self.training_phases), default=0.0)
 
     def _expected_batch(self, phase: GaussianSteps) -> float:
@@ -337,13 +348,13 @@ class PrivacyPlan:
     # --- accounting
 
     def step_counts(self, steps: int | None = None) -> list[int]:
-        """Return how many steps each phase of the loop executes within the first `steps` steps.
+        """Return how many of the first `steps` steps belong to each training phase, a list of int.
 
         Args:
             steps: number of steps taken; None for all.
 
         Returns:
-            A list of int, one for each phase of the loop in order, which add up to `steps`; 0 for a
+            A list with one int for each of `training_phases`, which add up to `steps`; 0 for a
             phase that is not reached.
 
         Raises:
@@ -359,13 +370,14 @@ class PrivacyPlan:
         return counts
 
     def executed_phases(self, counts: Sequence[int]) -> tuple[Phase, ...]:
-        """Return the phases with the steps of the loop that were actually taken.
+        """Return `phases` with only the steps that were taken, a tuple of `Phase`.
 
         Args:
-            counts: number of steps taken in each phase of the loop, as `step_counts` returns it.
+            counts: number of steps taken in each of `training_phases`, as `step_counts` returns it.
 
         Returns:
-            A tuple of phases in the plan's order. Phases outside the loop are unchanged.
+            A tuple in the plan's order. A phase that is counted in full from the beginning is
+            unchanged.
         """
         given = iter(counts)
         phases: list[Phase] = []
@@ -374,14 +386,18 @@ class PrivacyPlan:
         return tuple(phases)
 
     def path_events(self, phases: Sequence[Phase]) -> list[dpa.DpEvent]:
-        """Return one event for each path that a record may take through phases.
+        """Return what phases do to a record, a list of dp_accounting `DpEvent`, one for each path.
+
+        A path is the sequence of mechanisms that read one record. There are several paths if
+        records lie in parts of the data with mechanisms of their own, or if batches are capped,
+        since their privacy loss depends on the number of other records.
 
         Args:
             phases: phases run on this plan's data, as `executed_phases` returns them.
 
-        Returns:
-            A list of dp_accounting `DpEvent`; several if a record is in one of several parallel
-            parts.
+        Raises:
+            dpdist.privacy.pld.UnsupportedMechanismError: a phase cannot be accounted under the
+                plan's relation.
         """
         return dataset_path_events(phases, self.records, self.adjacency)
 
@@ -389,14 +405,14 @@ class PrivacyPlan:
         return self.path_events(self.executed_phases(self.step_counts(steps)))
 
     def event(self, steps: int | None = None) -> dpa.DpEvent:
-        """Return the dp_accounting event of the first steps.
+        """Return what the first `steps` steps do to a record, a dp_accounting `DpEvent`.
 
         Args:
             steps: number of steps taken; None for all.
 
         Returns:
-            A dp_accounting `DpEvent`. With parallel parts, the event of the part with the largest
-            epsilon at the plan's delta.
+            The `DpEvent` of the only path of a record (see `path_events`), or of the path with the
+            largest epsilon at the plan's delta.
 
         Raises:
             ValueError: the plan has fewer steps.
@@ -410,15 +426,15 @@ class PrivacyPlan:
         return paths[0] if len(paths) == 1 else max(paths, key=epsilon)
 
     def guarantee(self, steps: int | None = None, delta: float | None = None) -> Guarantee:
-        """Return the proved guarantee of the first steps.
+        """Return the proved `Guarantee` of the first `steps` steps.
 
         Args:
             steps: number of steps taken; None for all.
             delta: the delta of the guarantee; None for the plan's delta.
 
         Returns:
-            A `Guarantee`, the worst over the paths that a record may take; its `epsilon` is
-            infinite if no theorem covers the plan.
+            A `Guarantee`, the worst over the paths of a record (see `path_events`); its `epsilon`
+            is infinite if no theorem covers the plan.
 
         Raises:
             ValueError: the plan has fewer steps.
@@ -428,10 +444,11 @@ class PrivacyPlan:
     def guarantee_for_events(
         self, paths: Sequence[dpa.DpEvent], delta: float | None = None
     ) -> Guarantee:
-        """Return the guarantee of given paths under this plan's neighboring relation.
+        """Return the `Guarantee` of given paths under this plan's neighboring relation.
 
         Args:
-            paths: one dp_accounting `DpEvent` for each path that a record may take.
+            paths: one dp_accounting `DpEvent` for each path of a record, as `path_events` returns
+                them.
             delta: the delta of the guarantee; None for the plan's delta.
 
         Returns:
@@ -454,7 +471,8 @@ class PrivacyPlan:
     def assumptions(self) -> tuple[str, ...]:
         """Return the conditions of the guarantee, a tuple of sentences (str), without repetitions.
 
-        The training loop ensures each condition. Empty if dpdist did not train the model.
+        The training loop clips and samples as they say. It cannot ensure those about your data,
+        such as that the number of records is public. Empty if dpdist did not train the model.
         """
         if self.trained_elsewhere:
             return ()
@@ -477,7 +495,7 @@ class PrivacyPlan:
         return "records" if self.user is None else "users"
 
     def in_units(self, line: str) -> str:
-        """Return a sentence about records, a str; about users if a user is the unit.
+        """Return a sentence in the plan's unit, a str: unchanged for records, reworded for users.
 
         Args:
             line: a sentence about records, such as an assumption of a phase.
@@ -488,32 +506,35 @@ class PrivacyPlan:
 
     @property
     def trained_elsewhere(self) -> bool:
-        """Return whether no phase reads records, a bool.
+        """Return whether the plan stands for a training outside of dpdist, a bool.
 
-        If True, dpdist executed no training and cannot state an epsilon. False for a plan without
-        phases.
+        If True, no phase reads records, and dpdist cannot state an epsilon. It is False for a plan
+        without phases.
         """
         return bool(self.phases) and not any(phase.reads_records for phase in self.phases)
 
     @property
     def unproved_reasons(self) -> list[str]:
-        """Return why no theorem covers the plan, a list of str; empty if a theorem does."""
+        """Return why no theorem covers the plan, a list of sentences (str); empty if one does.
+
+        There is one sentence for each phase that no theorem covers.
+        """
         return [
             why for phase in walk_phases(self.phases) if (why := phase.unproved_reason) is not None
         ]
 
     def epsilon_curve(self, points: int = 50) -> list[tuple[int, float]]:
-        """Return how epsilon grows with the number of steps taken.
+        """Return epsilon after increasing numbers of steps, a list of pairs (steps, epsilon).
 
-        Computed on a ten times coarser grid than `guarantee` and capped by the guarantee of the
-        whole plan, an upper bound for every prefix.
+        Every epsilon is an upper bound, computed on a ten times coarser grid than `guarantee` and
+        never above the epsilon of the whole plan.
 
         Args:
             points: the most entries.
 
         Returns:
-            A list of pairs (number of steps, epsilon at the plan's delta), ascending in both; the
-            last is that of the whole plan. Empty without steps.
+            A list of pairs (number of steps, epsilon at the plan's delta), ascending in both. The
+            last pair is that of the whole plan. Empty without steps.
         """
         from dpdist.privacy import accounting
 

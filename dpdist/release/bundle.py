@@ -94,10 +94,10 @@ class Release:
 
     Args:
         path: the release's folder, a `Path`.
-        description: the content of release.json.
+        description: the content of release.json, a `ReleaseDescription`.
         card: the privacy card as stated, a dict with keys such as "guarantee" and "assumptions".
         plan: the `PrivacyPlan` of the phases on the card.
-        checksums: checksums of its files by name, which identify the release.
+        checksums: dict from the name of a file to its checksum (str); they identify the release.
         trusted_factory: see `load`.
 
     Example:
@@ -158,14 +158,15 @@ class Release:
     def epsilon(self) -> float:
         """Return epsilon at `delta` as the card states it, a float; infinite if nothing is proved.
 
-        If the card's own epsilon omits an earlier release, it is that of all releases of the data
-        set. It is also infinite if `no_epsilon` gives a reason. `dpdist verify` recomputes the
-        run's epsilon, and raises an error if that of all releases is smaller.
+        It is also infinite if `no_epsilon` gives a reason. If the run depends on an earlier release
+        that the run's own epsilon omits, this is the epsilon of all releases of the data set.
+        `dpdist verify` recomputes the run's epsilon, and raises an error if that of all releases is
+        smaller.
         """
         return float(bounding_guarantee(self.card)["epsilon"])
 
     def fit_picture(self, pixels: np.ndarray) -> np.ndarray:
-        """Resize an image to the model's input shape, as the test inputs of its run were.
+        """Return an image resized to the model's input shape, as the test inputs of its run were.
 
         Args:
             pixels: the image, uint8 (C, H, W).
@@ -182,12 +183,15 @@ class Release:
 
     @property
     def no_epsilon(self) -> str | None:
-        """Return why the card states no epsilon at all, a str; None if it states one."""
+        """Return why the card states no epsilon at all, a str; None if it states one.
+
+        For a model that was trained elsewhere it states none, not even an infinite one.
+        """
         return no_epsilon(self.card)
 
     @property
     def delta(self) -> float:
-        """Return delta of the guarantee that the card states, a float in [0, 1)."""
+        """Return the delta at which `epsilon` is stated, a float in [0, 1)."""
         return float(bounding_guarantee(self.card)["delta"])
 
     @cached_property
@@ -214,8 +218,9 @@ class Release:
     def model(self) -> nn.Module:
         """Return the network, a torch module in evaluation mode.
 
-        It maps float32 inputs (B, *spec.input_shape), images in [0, 1], to logits. Its forward pass
-        does not add the model's own noise (`dpdist.randomness.noise_location`).
+        It maps float32 inputs (B, *spec.input_shape), scaled as in training, to outputs: for
+        classes logits (B, classes). Its forward pass does not add the model's own noise
+        (`dpdist.randomness.noise_location`).
 
         Raises:
             ReleaseError: the model's files are damaged, or are those of a different model than the
@@ -263,10 +268,9 @@ class Release:
     def text_answerer(self) -> TextAnswerer:
         """Return a `TextAnswerer`, a callable from one text (str) to a `TextAnswer`.
 
-        Returns:
-            Its answers have `label` (int, -1: no class), `name` (None: no class), `likely` (pairs
-            of name and probability of the classes or next tokens, the most probable first) and
-            `outputs` (floats of a model without classes, else empty).
+        A `TextAnswer` has `label` (int, -1: no class), `name` (None: no class), `likely` (at most 5
+        pairs of name and probability, the most probable first) and `outputs` (floats of a model
+        without classes; else empty).
 
         Raises:
             UserError: inputs are not texts, or no tokenizer was released with the model.
@@ -289,7 +293,8 @@ class Release:
     def signature(self) -> Signature | None:
         """Return the fields that the model reads, a `Signature`; None for one tensor of numbers.
 
-        `fields` of a `Signature` maps each name to its shape and data type.
+        `fields` of a `Signature` is a dict from name to a pair: shape without the batch (a tuple of
+        int) and data type (a str).
 
         Raises:
             ReleaseError: the model's file is damaged.
@@ -301,17 +306,17 @@ class Release:
             return Signature.parse(fields, str(self.path)) if fields else None
 
     def predict(self, inputs: Any) -> Tensor:
-        """Return the model's outputs for records, without noise and without a certificate.
+        """Return the model's outputs for records, a tensor, without noise or a certificate.
 
         Args:
-            inputs: one array (B, *spec.input_shape), scaled as in training; or raw rows of a
-                table, a DataFrame, an Arrow table, a dict of columns or the path of a file, which
-                the release preprocesses as in training. If the model reads several fields: arrays
-                (B, ...) by name.
+            inputs: one array (B, *spec.input_shape), scaled as in training; or raw rows of a table,
+                which the release preprocesses as in training: a DataFrame, an Arrow table, a dict
+                of columns or the path of a file. If the model reads several fields: arrays (B, ...)
+                by name.
 
         Returns:
-            A tensor (B, ...) of the model's outputs: logits (B, classes) for classes, of which
-            `.softmax(1)` are the probabilities; else numbers or labels.
+            A tensor (B, ...) with the outputs of `model`: for classes logits (B, classes), of which
+            `.softmax(1)` are the probabilities.
 
         Raises:
             UserError: inputs are not such fields, or are texts: use `text_answerer`.
@@ -370,7 +375,7 @@ class Release:
     def certificate_settings(
         self, sigma: float | None = None, n: int = 10_000, alpha: float = 0.001
     ) -> Certificate:
-        """Return the settings with which the release certifies one input.
+        """Return the settings with which the release certifies one input, a `Certificate`.
 
         Args:
             sigma: standard deviation of the noise on the input, in input units; None: the release's
@@ -379,7 +384,8 @@ class Release:
             alpha: error probability of each certificate.
 
         Returns:
-            A `dpdist.Cohen` if there is a sigma, else a `dpdist.ExpectedScores`.
+            A `dpdist.Cohen` if there is a sigma, else a `dpdist.ExpectedScores`; both are a
+            `Certificate`.
 
         Raises:
             UserError: there is no noise at all, or such inputs or outputs cannot be certified.
@@ -403,7 +409,7 @@ class Release:
     def answerer(
         self, sigma: float | None = None, n: int = 10_000, alpha: float = 0.001
     ) -> Answerer:
-        """Return an answerer, a callable from one image to its class and certified radius.
+        """Return an `Answerer`, a callable from one image to its class and certified radius.
 
         Each answer uses fresh, secret noise.
 
@@ -414,9 +420,10 @@ class Release:
             alpha: error probability of each certificate.
 
         Returns:
-            An `Answerer`: called with an image of `spec.input_shape`, uint8 or in [0, 1], it
-            returns an `Answer` with `label` (int, -1: abstains), `name` (None: abstains), `radius`
-            (float, in input units; 0 if it abstains) and `norm` (str).
+            An `Answerer`: called with an image of `spec.input_shape` (uint8 or in [0, 1]) or a raw
+            record of a table, it returns an `Answer` with `label` (int, -1: abstains), `name`
+            (None: abstains), `radius` (float, in input units of `norm`; 0 if it abstains) and
+            `norm` (str).
 
         Raises:
             UserError: there is no noise at all, or such inputs or outputs cannot be certified.

@@ -152,9 +152,10 @@ class RunResults:
 
     @property
     def ledger(self) -> Ledger:
-        """Return the `Ledger` of the run: the record of everything that it released.
+        """Return the `Ledger` of the run: the record of everything that the run released.
 
-        `released_phases(plan)` returns the phases that were released.
+        `released_phases(plan)` returns the plan's phases with the releases that were made, a tuple
+        of `Phase`.
         """
         return self.account.ledger
 
@@ -163,35 +164,40 @@ class RunResults:
         """Return the terms of the private search that chose the run; None without a search.
 
         Returns:
-            A `SearchTerms`: `plan` (of training and search), `num_trials` (its distribution, a
-            str), `fields` (the searched names), `one_training_epsilon` (float), and `trials`, which
-            is empty if their number is secret.
+            A `SearchTerms`: `plan` (of training and search together), `num_trials` (its
+            distribution, a str), `fields` (names of the searched settings, a tuple of str),
+            `one_training_epsilon` (float, without the search) and `trials` (a tuple; empty if their
+            number is secret).
         """
         return self.account.search
 
     @property
     def data_set_guarantee(self) -> Guarantee | None:
-        """Return the `Guarantee` of all runs on the data set; None without a budget.
+        """Return the `Guarantee` of all runs on the data set together; None without a budget.
 
-        Also None if the budget has lost this run: see `budget_problem`.
+        The budget is the file that the recipe names. Also None if that file is missing or does not
+        contain this run: see `budget_problem`.
         """
         return self.account.data_set
 
     @property
     def attacks(self) -> list[AttackTable]:
-        """Return the attacks on the model, a list with one `AttackTable` for each finished attack.
+        """Return the attacks on the model, a list of `AttackTable`; empty without attacks.
 
-        A table has arrays of one entry for each attack, size and input: `attack`, `size` (in the
-        norm `norm`), `index`, `label` and `prediction`. The list is empty without attacks.
+        A table has arrays with one entry for each attack, size and input: `attack` (its name;
+        "none" for the unchanged input), `size` (distance in the norm `norm`, a str), `index`
+        (position of the input), `label` (true class) and `prediction` (-1 if the classifier
+        abstains).
         """
         return self.evaluations[AttackSettings]
 
     @property
     def certificate_checks(self) -> list[dict[str, Any]]:
-        """Return the results of attacks on certificates, a list of dicts of JSON values.
+        """Return the results of attacks on certificates, a list of dicts; or empty without any.
 
-        A dict has keys such as "certificates" (name of the table), "certified", "inputs" and
-        "contradictions" (numbers of inputs). The list is empty if no certificates were attacked.
+        Keys of a dict are "certificates" (name of the table), "certified" and "inputs" (numbers of
+        inputs), "contradictions" (inputs whose certificate an attack contradicted), "plausible"
+        (bool: whether so many can be chance), "path" (a `Path`) and others.
         """
         return self.evaluations[CheckSettings]
 
@@ -199,15 +205,18 @@ class RunResults:
     def audits(self) -> list[AuditFinding]:
         """Return the privacy audits, a list of `AuditFinding`; empty without audits.
 
-        The `epsilon` of an entry is a lower bound at its `delta`, measured on the trained
-        mechanism, and incorrect with probability at most its `alpha`; `proved` is what the run
-        states.
+        An `AuditFinding` has `epsilon` (a lower bound measured on the trained mechanism), `delta`,
+        `alpha` (probability that the bound is wrong) and `proved` (the epsilon that the run states
+        at this delta), all float.
         """
         return self.evaluations[AuditResult]
 
     @property
     def canary_notice(self) -> str | None:
-        """Return a note that canaries forbid a release, a str; None without canaries."""
+        """Return the sentence that this run must not be released, a str; None without canaries.
+
+        Canaries are records that an audit plants in the training data.
+        """
         audit = self.recipe.canary_audit
         return None if audit is None else audit.report_note(self.plan.records, self.plan.counted)
 
@@ -230,7 +239,10 @@ class RunResults:
 
     @property
     def has_fixed_key(self) -> bool:
-        """Return whether the recipe fixed the run key, a bool: such a run is for tests only."""
+        """Return whether the recipe fixed the run key, a bool; a fixed key is for tests only.
+
+        Anyone who knows the key can subtract the noise.
+        """
         return self.guarantee.fixed_key
 
     @property
@@ -253,8 +265,8 @@ class RunResults:
     def is_duration_secret(self) -> bool:
         """Return whether the training's duration must stay hidden, a bool.
 
-        True for a search, whose number of trials is secret, for a secret number of records, and for
-        a model trained elsewhere, whose duration is unknown.
+        It is True for a run that a search chose, for a run whose number of records is secret, and
+        for a model that was trained elsewhere.
         """
         return self.search is not None or self.plan.nominal or self.plan.trained_elsewhere
 
@@ -273,7 +285,7 @@ class RunResults:
     def budget_problem(self) -> str | None:
         """Return why the cost of all runs on the data set is unknown, a str; None if it is known.
 
-        Also None for a recipe without a budget.
+        Also None for a recipe without a budget, for which only the cost of this run is known.
         """
         if self.recipe.privacy.budget is None or self.data_set_guarantee is not None:
             return None
@@ -281,7 +293,7 @@ class RunResults:
 
     @property
     def unproved_reason(self) -> str:
-        """Return the reason for an infinite epsilon, a str; meaningless for a finite one."""
+        """Return why epsilon is infinite, a str. It means nothing if epsilon is finite."""
         reasons = self.plan.unproved_reasons
         if self.plan.steps and self.plan.step(0).noise_multiplier == 0:
             reasons.append(f"method {self.recipe.method.name}, trained without gradient privacy")
@@ -291,16 +303,16 @@ class RunResults:
     def claim(self) -> Claim | None:
         """Return what the method's paper claims about this run, a `Claim`; None without a claim.
 
-        A `Claim` has `claimed` and `proved` (each a `Guarantee`; `claimed` may be None), `verdict`
-        ("sound", "sound if" or "not sound") and `reason` (str).
+        A `Claim` has `claimed` (a `Guarantee`; None if the paper has no formula), `proved` (a
+        `Guarantee`), `verdict` ("sound", "sound if" or "not sound") and `reason` (str).
         """
         return self.recipe.method.claim(self.plan, self.guarantee)
 
     @property
     def reported_values(self) -> list[tuple[str, str]]:
-        """Return the method's measurements of its own assumptions, a list of pairs of str.
+        """Return what the method measured of its own assumptions, a list of pairs; often empty.
 
-        A pair is (name, value). The list is empty for most methods.
+        A pair is (name, value), both str.
         """
         return self.recipe.method.reported_values(self.folder.private)
 
@@ -308,8 +320,8 @@ class RunResults:
     def training_data_by_part(self) -> dict[str, str]:
         """Return the data that each pretrained part was trained on, a dict from part to data (str).
 
-        A key is such as "frozen denoiser trained on". The dict is empty if the whole model was
-        initialized at random.
+        A key is a phrase such as "frozen denoiser trained on". The dict is empty if the whole model
+        was initialized at random.
         """
         if not self.folder.pretraining_record.exists():
             return _began_with(self)
@@ -334,9 +346,10 @@ class RunResults:
     def record_independence(self) -> str:
         """Return how certain it is that the model treats each record independently, a str.
 
-        Returns:
-            "screened", "known layers" or "per-example", from the least to the most certain, for the
-            least certain start of the run; "" if no noisy step depends on it.
+        It is "screened" (a few examples had the same gradient alone and among others, no proof),
+        "known layers" (the model has only layer types that treat records alone, or is dpdist's
+        own), "per-example" (each record ran alone), or "" if no noisy step depends on it. If the
+        run was started several times, the least certain start counts.
         """
         if not (self.plan.steps and self.plan.step(0).noise_multiplier):
             return ""
@@ -345,7 +358,7 @@ class RunResults:
 
     @property
     def assumptions(self) -> list[str]:
-        """Return the assumptions of the guarantee that dpdist cannot check, a list of str."""
+        """Return what the guarantee assumes and dpdist cannot check, a list of sentences (str)."""
         recipe, record = self.recipe, self.folder.pretraining_record
         lines = [] if self.plan.trained_elsewhere else [ROWS_MADE_ALONE]
         if record.exists() and (assumed := read_json(record).get("assumed")):
@@ -373,7 +386,8 @@ class RunResults:
         """Return the privacy card, a dict of JSON values.
 
         Its keys are those of privacy_card.json of a release: "private" (bool), "guarantee" (a dict
-        with "epsilon" and "delta"), "unit", "assumptions", "notes" and others.
+        with "epsilon", "inf" if nothing is proved, and "delta"), "unit" (str), "assumptions" and
+        "notes" (lists of sentences) and others.
         """
         plan = self.account.whole
         notes = ["Hyper-parameters chosen by looking at private results are not counted."]
@@ -420,18 +434,20 @@ class RunResults:
 
     @property
     def accuracy(self) -> float | None:
-        """Return the fraction of test inputs that are classified correctly, a float in [0, 1].
+        """Return the fraction of correct answers on test data, a float in [0, 1], or None.
 
-        None if it was not measured, or if records have no class: see `measures`.
+        An answer is the class of a test input, or the next token for a language model. None if
+        nothing was measured, or if records have no class: see `measures`.
         """
         return (self.evaluation or {}).get("accuracy")
 
     @property
     def measures(self) -> dict[str, str]:
-        """Return the test results for targets that are not classes, a dict of str by name.
+        """Return the test results for targets that are not classes, a dict from name to str.
 
-        The values are formatted, fractions in percent. The dict is empty for classes, or if nothing
-        was measured.
+        Names are "mean squared error" and "mean absolute error" for numbers, "labels right" and
+        "records with all labels right" (in percent) for labels. The dict is empty for classes, or
+        if nothing was measured.
         """
         measured, kind = (self.evaluation or {}).get("measures", {}), self.recipe.data.targets
 
@@ -444,15 +460,20 @@ class RunResults:
 
     @property
     def next_token_count(self) -> int | None:
-        """Return the number of next tokens in the evaluation, an int; None if it has labels."""
+        """Return the number of next tokens that were evaluated, an int, or None.
+
+        None if the model predicts no next tokens, or if nothing was evaluated.
+        """
         return (self.evaluation or {}).get("next_tokens")
 
     @property
     def evaluation_scope(self) -> str:
         """Return the number and the source of the test inputs, a str like "360 (digits, test".
 
-        The parenthesis is left open, so that callers can add to it. It fails for a run without an
-        evaluation.
+        The parenthesis is left open, so that callers can add to it.
+
+        Raises:
+            KeyError: nothing was evaluated.
         """
         about = self.evaluation or {}
         inputs, data = f"{about['inputs']:,}", f"({about['data']}"
@@ -461,11 +482,10 @@ class RunResults:
         return f"{self.next_token_count:,} next tokens of {inputs} documents {data}"
 
     def rows(self) -> list[Row]:
-        """Return the results that every command, page and card shows, a list of `Row`.
+        """Return the results that commands and pages show, a list of `Row`, the verdict first.
 
-        A `Row` has `name`, `value`, `beside` (how to read it; all str) and `brief` (bool), True for
-        those that a run prints at its end. The verdict is first; it is brief only if something is
-        wrong or doubtful.
+        A `Row` has `name`, `value` and `beside` (how to read the value), all str, and `brief`
+        (bool): whether `print` shows it. The verdict is brief if something is wrong or doubtful.
         """
         verdict = make_verdict(self)
         rows = [Row("verdict", verdict.sentence, brief=verdict.severity != "good")]
@@ -484,7 +504,10 @@ class RunResults:
         return rows + _detail_rows(self)
 
     def summary(self) -> list[tuple[str, str]]:
-        """Return name and text of every row, a list of pairs of str, as `rows` orders them."""
+        """Return each row's name and text, a list of pairs of str in the order of `rows`.
+
+        The text is the row's value and how to read it, in one line.
+        """
         return [(row.name, row.text) for row in self.rows()]
 
     def __repr__(self) -> str:
@@ -635,14 +658,15 @@ def _caption(facts: RunResults) -> str:
 
 
 def load_results(folder: RunFolder | str | Path) -> RunResults:
-    """Return the results of a finished run.
+    """Return the results of a finished run, a `RunResults`.
 
     Args:
         folder: the run's folder, or its name under runs/.
 
     Returns:
-        A `RunResults`, with `guarantee`, `accuracy` (None if not evaluated), `tables` (list of
-        `CertificateTable`), `attacks`, `audits` and `summary()`.
+        A `RunResults`, with `guarantee` (a `Guarantee`), `accuracy` (float in [0, 1]; None if not
+        measured), `tables` (list of `CertificateTable`), `attacks` (list of `AttackTable`),
+        `audits` (list of `AuditFinding`) and `summary()` (all results as pairs of str).
 
     Raises:
         UserError: there is no such run, its training has not finished, or a file was changed.

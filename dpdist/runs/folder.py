@@ -285,7 +285,11 @@ class RunFolder:
 
     @property
     def anchor(self) -> Path:
-        """Return the `Path` of the file with the ledger's anchor (`dpdist.privacy.ledger`)."""
+        """Return the `Path` of the anchor of the run's ledger: private/ledger.anchor.
+
+        The anchor states the number of lines in the ledger and the check of the last one, so that a
+        ledger that lost lines is noticed (`dpdist.privacy.ledger`).
+        """
         return anchor_path(self.ledger)
 
     def check_same_recipe(self, recipe: Recipe) -> bool:
@@ -313,7 +317,7 @@ class RunFolder:
         return False
 
     def create_or_open(self, recipe: Recipe) -> None:
-        """Create the folder with its recipe, or check that it has the same one. Returns nothing.
+        """Create the folder with its recipe, or check that it has this recipe. Returns nothing.
 
         Args:
             recipe: recipe of the run.
@@ -337,7 +341,7 @@ class RunFolder:
         noise_multiplier: float | None,
         search_recipe: Recipe | None = None,
     ) -> None:
-        """Write the recipe and terms of the run's start into `start_record`. Returns nothing.
+        """Write the recipes and the noise of the run's start to `start_record`. Returns nothing.
 
         Args:
             recipe: recipe of the run.
@@ -359,9 +363,10 @@ class RunFolder:
 
     @property
     def start_noise_multiplier(self) -> float | None:
-        """Return the noise multiplier at the run's start, given or calibrated, a float.
+        """Return the noise multiplier at the run's start, a float in clip norms; None if unknown.
 
-        None before there is a plan, or if `start_record` is missing.
+        It was given or calibrated. It is unknown before there is a plan, or if the file
+        `start_record` is missing.
         """
         kept = self._read_start_record()
         return None if kept is None else kept.noise_multiplier
@@ -369,7 +374,11 @@ class RunFolder:
     def read_search_terms(self) -> dict[str, Any]:
         """Return the terms fixed before a search's first trial, a dict of JSON values by name.
 
-        Its keys are data, plan, trial, score_noise, charge and assumed.
+        Returns:
+            A dict with the keys "data" (str, fingerprint of the records), "plan" and "trial"
+            (dicts, the plans of the search and of one trial), "score_noise" (float, standard
+            deviation of the noise of scores; None if scores are public), "charge" (str, the
+            search's id in a budget) and "assumed" (list of sentences).
 
         Raises:
             UserError: the file of the terms is damaged or missing.
@@ -388,7 +397,7 @@ class RunFolder:
             )
 
     def check_format(self) -> None:
-        """Raise UserError unless this version can read the run folder. Returns nothing."""
+        """Raise UserError unless this version of dpdist can read the run. Returns nothing."""
         if not self.path.is_dir():
             raise UserError(f"{self.path}: no such run")
         try:
@@ -427,8 +436,8 @@ class RunFolder:
         """Return the summary of the finished training, a dict of JSON values.
 
         Returns:
-            The content of private/trained.json: "steps" (int), "seconds" (float), "model" (its
-            hash) and others.
+            The content of private/trained.json: "steps" (int), "seconds" (float, the duration),
+            "model" (str, hash of the trained model) and others.
 
         Raises:
             UserError: the training never finished, or this is not a run folder.
@@ -442,7 +451,7 @@ class RunFolder:
         return TrainingSummary.read_keys(self.training_summary)
 
     def read_run_key(self) -> bytes:
-        """Return the secret run key, 32 bytes.
+        """Return the secret run key, 32 bytes, from which the keys of the run's noise are derived.
 
         Raises:
             UserError: its file is missing or damaged.

@@ -185,9 +185,9 @@ class Recipe(BaseRecipe):
         raise ValueError(with_page(line, see="explanation/privacy.md#rare-classes"))
 
     def class_rates(self, mean_rate: float) -> ClassRates | None:
-        """Return the sampling rates of the classes by their numbers, a `ClassRates`.
+        """Return the sampling rate of each class, a `ClassRates`; None without class sampling.
 
-        They follow only from the recipe's public numbers.
+        Only public numbers of the recipe determine the rates.
 
         Args:
             mean_rate: expected batch divided by the number of records, both public.
@@ -195,7 +195,7 @@ class Recipe(BaseRecipe):
         Returns:
             A `ClassRates`: `rates` (a tuple of floats in (0, 1], the probability that a record of
             each class joins a step) and `counts` (a tuple of ints, the public number of records of
-            each class), both in the order of the class numbers. None without data.class_sampling.
+            each class), both in the order of the class numbers.
 
         Raises:
             ValueError: rates in these proportions cannot give such a batch.
@@ -211,7 +211,8 @@ class Recipe(BaseRecipe):
     def user_unit(self) -> UserUnit | None:
         """Return the user that is the unit of privacy, a `UserUnit`; None if the unit is a record.
 
-        A `UserUnit` has `column` (the field that names users) and `max_records` (int, in one step).
+        A `UserUnit` has `column` (str, the field that names users) and `max_records` (int, the most
+        records of one user that count in one step).
         """
         most = self.privacy.max_records_per_user
         if self.privacy.unit == "record" or most is None:
@@ -225,7 +226,11 @@ class Recipe(BaseRecipe):
 
     @property
     def statistics_phases(self) -> tuple[Phase, ...]:
-        """Return the phases of bought statistics, a tuple of `Phase`; () if none are bought."""
+        """Return the phase of the bought column statistics, a tuple of one `Phase`; () without any.
+
+        A `Phase` is one part of a `PrivacyPlan`. This one is a `GaussianCounts` with `deviation`
+        (float, standard deviation of the noise on a count, in records) and `histograms` (int).
+        """
         bought = self.statistics
         if bought is None:
             return ()
@@ -239,7 +244,8 @@ class Recipe(BaseRecipe):
         """Return a new `Recipe` whose preprocessing has the constants of bought statistics.
 
         Args:
-            constants: by column, its rule with range and fill.
+            constants: dict from column name to `ColumnPreprocessing`, the column's rule with its
+                bought constants.
         """
         assert self.statistics is not None
         columns = self.data.columns
@@ -253,7 +259,10 @@ class Recipe(BaseRecipe):
         )
 
     def check_constants(self) -> None:
-        """Raise UserError where statistics are still to be bought. Returns nothing."""
+        """Raise UserError if the recipe's statistics have not been bought yet. Returns nothing.
+
+        A recipe without a section `statistics` passes.
+        """
         if self.statistics is not None and not self.statistics.constants:
             raise UserError(
                 f"{self.name}: statistics: only `dpdist run`, `dpdist tune` and dpdist.run can buy "
@@ -262,17 +271,19 @@ class Recipe(BaseRecipe):
 
     @property
     def stages(self) -> list[Stage]:
-        """Return the runs whose weights this run started from, a list of `Stage`; or empty.
+        """Return the runs and statistics that a script started with, a list of `Stage`; or empty.
 
-        A `Stage` has `name`, `unit` (str), `guarantee` (dict) and `assumed` (list of str).
+        A `Stage` has `name` and `unit` (str), `guarantee` (a dict with "epsilon" and "delta"),
+        `assumed` (a list of sentences) and `in_target` (bool: whether `privacy.epsilon` covers it
+        too).
         """
         return [] if self.by_script is None else self.by_script.began_with
 
     def earlier_phases(self, plan: PrivacyPlan) -> tuple[Phase, ...]:
-        """Return the phases that the runs this one started from released, a tuple.
+        """Return what the runs in `stages` released, a tuple of `Phase`, each a part of a plan.
 
-        It is empty if this run started from no other run, or if nothing is proved about this one.
-        It omits runs for which no joint epsilon can be stated; `stage_assumptions` lists them.
+        Empty if `stages` is empty, or if the clip norm is infinite, since nothing is then proved.
+        Runs for which no joint epsilon can be stated are left out; `stage_assumptions` lists them.
 
         Args:
             plan: the plan of this run.
@@ -283,9 +294,9 @@ class Recipe(BaseRecipe):
         return tuple(phase for phases in found for phase in phases or ())
 
     def phases_in_target(self, plan: PrivacyPlan) -> tuple[Phase, ...]:
-        """Return the phases that `privacy.epsilon` covers in addition to the plan, a tuple.
+        """Return the phases outside a plan that `privacy.epsilon` covers too, a tuple of `Phase`.
 
-        They are the bought statistics that a script started from; empty without them.
+        They are the phases of the bought statistics in `stages`; the tuple is empty without any.
 
         Args:
             plan: the plan of this run.
@@ -294,14 +305,12 @@ class Recipe(BaseRecipe):
         return tuple(phase for phases in found for phase in phases or ())
 
     def stage_assumptions(self, plan: PrivacyPlan) -> tuple[str, ...]:
-        """Return the assumptions of a guarantee about the runs that this one started from.
+        """Return what a guarantee assumes about the runs in `stages`, a tuple of sentences (str).
+
+        No sentence occurs twice. The tuple is empty if this run started from no other run.
 
         Args:
             plan: the plan of this run.
-
-        Returns:
-            A tuple of sentences (str), without repetitions; empty if this run started from no other
-            run.
         """
         lines = [CHOSEN_APART] if self.stages else []
         for each in self.stages:
@@ -317,11 +326,13 @@ class Recipe(BaseRecipe):
 
         Args:
             plan: the plan of this run.
-            phases: the phases that it released, or will release.
-            assumed: further assumptions, which determine the kind.
+            phases: the phases that the run released, or will release.
+            assumed: further assumptions (str), which determine only the kind.
 
         Returns:
-            A `Guarantee`; its `epsilon` is infinite if nothing is proved.
+            A `Guarantee`: `epsilon` (infinite if nothing is proved) at the `delta` of the plan. Its
+            `kind` is "assumed: post-processing" if an assumption starts with these words, else
+            "proved".
         """
         whole = replace(plan, phases=(*self.earlier_phases(plan), *phases))
         found = whole.guarantee_for_events(whole.path_events(whole.phases))
@@ -332,7 +343,10 @@ class Recipe(BaseRecipe):
 
     @property
     def privacy_unit(self) -> str:
-        """Return the unit that the guarantee protects in words, a str such as "one record"."""
+        """Return the unit that the guarantee protects in words, a str such as "one record".
+
+        For users it names the column and the most records of a user that count in a step.
+        """
         if self.by_script is not None and self.by_script.unit is not None:
             return self.by_script.unit
         return self.data.privacy_unit if self.user_unit is None else self.user_unit.description
@@ -352,10 +366,11 @@ class Recipe(BaseRecipe):
 
     @property
     def by_script(self) -> ScriptRecipe | None:
-        """Return the arguments of a script's own training loop, a `ScriptRecipe`.
+        """Return what a script gave to `PrivateTraining`, a `ScriptRecipe`; None for other runs.
 
-        Its fields are names, such as `model`, `optimizer` and `loss`. None if commands run the
-        recipe.
+        A `ScriptRecipe` has `model`, `optimizer` and `loss` (names, str), `score`, `began_with` (a
+        list of `Stage`) and `assumed` (a list of sentences). Other runs are those that commands
+        train.
         """
         return None
 
@@ -363,18 +378,17 @@ class Recipe(BaseRecipe):
     def score(self) -> ScriptScore | None:
         """Return the settings of `PrivateTraining.score`, a `ScriptScore`; None without scores.
 
-        Its fields are `every` (steps between two scores), `noise` (standard deviation on the sum of
-        the records' values), `records` (their public number) and `value` (name of a record's
-        value).
+        It has `every` (int, steps between two scores), `noise` (float, standard deviation on the
+        sum of the records' values), `records` (int, their public number) and `value` (str, name of
+        a record's value).
         """
         return None if self.by_script is None else self.by_script.score
 
     @property
     def public_files(self) -> tuple[Path, ...]:
-        """Return the public files and folders that a run reads, a tuple of `Path`.
+        """Return the public files and folders that a run reads, a tuple of `Path`; or empty.
 
-        They are public weights of its models, and a tokenizer, written by others. Empty if the
-        recipe names none.
+        They are the public weights and the tokenizer that the recipe names.
         """
         parts = (self.model.initial, self.model.classifier, self.model.denoiser)
         found = [part.folder for part in parts if part is not None]
@@ -396,9 +410,9 @@ class Recipe(BaseRecipe):
 
     @property
     def experiment_settings(self) -> dict[str, Any]:
-        """Return all settings that the model depends on, a dict of JSON values by dotted key.
+        """Return all settings that the model depends on, a dict from dotted key to JSON value.
 
-        A key is such as "training.batch_size".
+        An example of a key is "training.batch_size".
         """
         return dict(flatten(self.model_dump(mode="json", exclude=_MODEL_INDEPENDENT_KEYS)))
 

@@ -150,9 +150,9 @@ def estimate(
         class_counts: the PUBLIC number of records of each class. Required with rates.
 
     Returns:
-        An `Estimate`: `guarantee` (a `Guarantee`), `epsilon`, `noise_multiplier`, `steps`,
-        `sample_rate`, and `seconds_per_step` and `memory_bytes`, which are None for a number of
-        records without `examples`. It prints as one line.
+        An `Estimate`: `guarantee` (a `Guarantee`), `epsilon`, `noise_multiplier` and `sample_rate`
+        (floats), `steps` (int), `seconds_per_step` (float) and `memory_bytes` (int). The last two
+        are None for a number of records without `examples`. It prints as one line.
 
     Raises:
         UserError: the settings make no plan, or the model cannot be trained so.

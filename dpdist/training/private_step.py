@@ -56,15 +56,15 @@ class PrivateStep:
     """Release noisy, clipped sums of per-example gradients, one for each step.
 
     Guarantee: `gradient(step, step_plan)` releases the sum over a Poisson sample of rate
-    `step_plan.sample_rate` (or of rates by class, of which that is the largest), in which one
-    record counts for at most the engine's sensitivity (one user, if the data's positions are users
-    of records), with Gaussian noise of standard deviation `step_plan.noise_std` from a key that no
-    other step has. So each call costs what `PrivacyPlan` accounts for that step, if `check_clip`
-    accepts the engine. If there is a ledger, it records the release durably before its holder adds
-    the noise; other workers add the same noise and write nothing. Calling it again for one step, on
-    the same data and with the same key, is the same release and costs nothing; a different sum,
-    such as that of a changed model, raises an error, since it would get the same noise. Without a
-    ledger, this object checks that only for its own releases.
+    `step_plan.sample_rate` (with rates by class, the largest of them). One record, or one user if
+    the data's positions are users, counts for at most the engine's sensitivity. The sum gets
+    Gaussian noise of standard deviation `step_plan.noise_std` from a key that no other step has. So
+    each call costs what `PrivacyPlan` accounts for that step, if `check_clip` accepts the engine.
+    If there is a ledger, it records the release durably before its holder adds the noise; other
+    workers add the same noise and write nothing. A second call for one step, on the same data and
+    with the same key, is the same release and costs nothing. A different sum, such as that of a
+    changed model, raises an error, since it would get the same noise. Without a ledger, this object
+    knows only its own releases.
 
     Each argument is an attribute of the same name.
 
@@ -140,12 +140,12 @@ class PrivateStep:
         """Raise UserError if one record may move a sum by more than `clip_norm`. Returns nothing.
 
         Args:
-            clip_norm: L2 norm, in units of the gradient, that the plan accounts for.
+            clip_norm: the plan's bound, an L2 norm in the unit of the gradients.
         """
         check_clip(self.engine, clip_norm)
 
     def attempt_of(self, step: int) -> str:
-        """Return the attempt's label in the keys of a step, a str.
+        """Return the label, a str, that the keys of a step contain.
 
         Args:
             step: number of the step.
@@ -157,18 +157,18 @@ class PrivateStep:
         return next(replayed, self.attempt)
 
     def draw_key(self, step: int, *labels: str | int) -> bytes:
-        """Return the key of a step's random draws for records, 32 bytes.
+        """Return the secret key of a step's random draws for records, 32 bytes.
 
         Args:
             step: number of the step.
-            labels: further labels.
+            labels: further labels; different labels give different keys.
         """
         return derive_key(self.key, "draw", self.attempt_of(step), step, *labels)
 
     def gradient(
         self, step: int, step_plan: StepPlan, flag: bool = False
     ) -> tuple[Tensor, StepMetrics, bool]:
-        """Return the noisy gradient of a step, divided by the expected batch size.
+        """Return the noisy gradient of a step, with private metrics and a flag.
 
         Args:
             step: number of the step; it is in all its keys.
@@ -176,10 +176,10 @@ class PrivateStep:
             flag: a bool for the other workers to see.
 
         Returns:
-            A tuple of three. First the gradient, float64 (size,), which the next step overwrites.
-            Second a `StepMetrics` of this worker's records, PRIVATE: how many there were, how many
-            had no finite gradient, and the sum of their losses. Third a bool: True if any worker
-            passed `flag=True`.
+            A tuple of three. First the gradient, float64 (size,): the noisy sum divided by the
+            expected batch size; the next step overwrites it. Second a `StepMetrics` of this
+            worker's records, PRIVATE: `examples` (int), `nonfinite` (int, those without a finite
+            gradient) and `loss_sum` (float). Third a bool: True if any worker passed `flag=True`.
         """
         rows, seen = self._clipped_sums(step, step_plan)
         noisy, flagged = self.release(step, rows, step_plan.noise_std, flag)
@@ -242,7 +242,7 @@ class PrivateStep:
         return np.asarray(drawn[words % np.uint64(count) == own])
 
     def members(self, key: bytes, begin: int, end: int, step_plan: StepPlan) -> np.ndarray:
-        """Return the records that join a step, by Poisson sampling.
+        """Return the positions of the records that join a step, by Poisson sampling.
 
         Args:
             key: 32 secret bytes of the step's sample.
@@ -252,8 +252,8 @@ class PrivateStep:
                 is the record's own target, before random transforms.
 
         Returns:
-            int64 (B,), sorted positions in [begin, end); positions of users if the data's positions
-            are users. B is random, and may be 0.
+            An int64 array (B,) of sorted positions in [begin, end). They are positions of users if
+            the data's positions are users. B is random, and may be 0.
         """
         return poisson_sample(
             key, begin, end, step_plan.sample_rate,
@@ -265,7 +265,7 @@ class PrivateStep:
     def release(
         self, step: int, rows: Tensor, noise_std: float, flag: bool = False
     ) -> tuple[Tensor, bool]:
-        """Return the sum of all workers' rows, with Gaussian noise.
+        """Return the sum of all workers' rows with Gaussian noise, and a flag.
 
         The ledger's entry is durable before worker 0 draws its noise. A method that computes its
         own sums calls this instead of `gradient`.
@@ -277,7 +277,8 @@ class PrivateStep:
             flag: a bool for the other workers to see.
 
         Returns:
-            A pair: the noisy sum, float64 (size,); and a bool, True if any worker's flag was True.
+            A pair: the noisy sum, float64 (size,); and a bool, True if any worker passed
+            `flag=True`.
         """
         total, flagged = self.reducer.sum_rows(rows, flag)
         summed = total.cpu().numpy()

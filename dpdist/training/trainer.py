@@ -74,7 +74,7 @@ def train(
 
     Returns:
         The summary of the training, a dict of JSON values, as in private/trained.json: "steps"
-        (int), "seconds" (float), "model" (its hash) and others.
+        (int), "seconds" (float, the duration), "model" (str, hash of the trained model) and others.
 
     Raises:
         RunBusy: a different process trains the run; nothing was started or added to the budget.
