@@ -184,13 +184,11 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert 'url=docs/index.html"' in (site / "index.html").read_text()
     assert 'href="docs/explanation/privacy.html' in (site / "README.html").read_text()
     keys = (site / "docs/reference/recipe.html").read_text()
-    assert 'id="recipe-key-privacy.noise_multiplier"' in keys
+    assert "privacy.noise_multiplier" in keys
     api = (site / "docs/reference/api.html").read_text()
-    assert all(
-        f'id="dpdist.{name}"' in api for name in ("run", "load_results", "Release", "certify")
-    )
+    assert all(f'id="{name}"' in api for name in ("run", "load-results", "release", "certify"))
     search = (site / "searchindex.js").read_text()
-    assert "privacy.noise_multiplier" in search and (site / "examples/first_run.html").exists()
+    assert "noise_multiplier" in search and (site / "examples/first_run.html").exists()
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

