@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -93,9 +94,10 @@ def _torch_settings() -> list[Any] | None:
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     if "torch" in sys.modules:  # what a test draws does not depend on the tests before it
         sys.modules["torch"].manual_seed(0)
-    settings = _torch_settings()
+    settings, interrupts = _torch_settings(), signal.getsignal(signal.SIGINT)
     result = yield
     left = _torch_settings()
+    assert signal.getsignal(signal.SIGINT) is interrupts, "a handler of Ctrl-C is left"
     # They are part of a training's identity: the noise of a later test would be another one.
     assert settings in (None, left), f"torch's settings are {left} after the test, not {settings}"
     return result

@@ -109,7 +109,7 @@ def test_the_story_of_the_hospital(tmp_path, monkeypatch, capsys):
     assert "Annex IV" in dossier and "Article 35(7)" in dossier and "patient" not in dossier
 
 
-@pytest.mark.e2e
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_the_scripts_of_bert_with_lora(tmp_path):
     """Docstrings as records, and the Trainer, on a tiny random base."""
