@@ -488,6 +488,8 @@ def open_run(name: str, runs: Path) -> RunFolder:
             folder = RunFolder(path)
             folder.check_format()
             return folder
+    if (page := given / "report" / "index.html").exists():
+        raise UserError(f"{name}: has the published files of a run, not the run; open {page}")
     if given.exists():
         raise UserError(
             f"{name}: must be a run folder, has no run.json; `dpdist import` imports a model that "
