@@ -275,6 +275,7 @@ def connect(
     else:
         _check_reachable(address)
     handler: logging.Handler | None = None
+    interrupts = signal.getsignal(signal.SIGINT)
     watch = _NodeWatch()
     with contextlib.ExitStack() as after:
         options = _options(address, cpus, worker_setup)
@@ -296,6 +297,8 @@ def connect(
                 _set_environment(before)
                 reload_ray_environment()
             _stop_logging(handler)
+            with contextlib.suppress(TypeError, ValueError):  # not Python's, or in another thread
+                signal.signal(signal.SIGINT, interrupts)  # which Ray Tune replaces and leaves
 
 
 def _secure_environment() -> dict[str, str | None]:

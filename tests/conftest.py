@@ -95,9 +95,11 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     if "torch" in sys.modules:  # what a test draws does not depend on the tests before it
         sys.modules["torch"].manual_seed(0)
     settings, interrupts = _torch_settings(), signal.getsignal(signal.SIGINT)
-    result = yield
+    try:
+        result = yield
+    finally:
+        signal.signal(signal.SIGINT, interrupts)  # Ray Tune leaves one of its own
     left = _torch_settings()
-    assert signal.getsignal(signal.SIGINT) is interrupts, "a handler of Ctrl-C is left"
     # They are part of a training's identity: the noise of a later test would be another one.
     assert settings in (None, left), f"torch's settings are {left} after the test, not {settings}"
     return result
