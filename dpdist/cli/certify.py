@@ -491,7 +491,9 @@ def _require_inputs(
 ) -> None:
     """Raise UserError without inputs, or for texts if the model does not read texts."""
     if texts and not tokens:
-        raise UserError(f"--text: must be left out: the inputs of {where} are not texts")
+        raise UserError(
+            f"--text: must be left out: {where} reads columns or images; give a file with them"
+        )
     if not files and not texts:
         wanted = "--text, or files of texts" if tokens else "image files or .npy arrays"
         raise UserError(f"FILE: must be given: {wanted}")

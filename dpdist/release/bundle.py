@@ -8,7 +8,7 @@ names it. `dpdist.release.verify` checks the statements of the cards against the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -330,13 +330,18 @@ class Release:
             if (signature := self.signature) is not None:
                 found: Tensor = signature.outputs(self.model, signature.batch(inputs))
                 return found
-            if not isinstance(inputs, np.ndarray | torch.Tensor | Sequence) or isinstance(
-                inputs, str
-            ):
+            if isinstance(inputs, str | Path | Mapping) or hasattr(inputs, "columns"):
                 preprocessing = self.description.preprocessing()
                 if preprocessing is None:
                     raise UserError("inputs: must be an array, as the model reads no columns")
                 inputs = preprocessing.transform(inputs)
+            elif not isinstance(inputs, np.ndarray | torch.Tensor | list) or (
+                isinstance(inputs, list) and inputs and isinstance(inputs[0], Mapping)
+            ):
+                raise UserError(
+                    "inputs: must be an array, or rows of a table: a DataFrame, an Arrow table, a "
+                    f"dict of columns or a path, got {type(inputs).__name__}"
+                )
             rows = torch.as_tensor(inputs, dtype=torch.float32)
             if rows.shape[1:] != self.spec.input_shape:
                 wanted = ", ".join(map(str, self.spec.input_shape))

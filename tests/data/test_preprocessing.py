@@ -301,6 +301,10 @@ def test_raw_rows_are_predicted_on_by_a_run_and_its_release(visits):
                 "admitted": ["2015-01-01", None], "dose": [30, 15]}  # fmt: skip
     for given in ("new.csv", raw_rows, pd.DataFrame(raw_rows), wanted):
         assert torch.allclose(release.predict(given).softmax(1), shares, atol=1e-6)
+    frame = pd.DataFrame(raw_rows)
+    for given in (frame.iloc[0], [{"ward": "a"}]):
+        with pytest.raises(UserError, match="inputs: "):
+            release.predict(given)
     with pytest.raises(UserError, match="predict"):
         release.answerer()
     assert "predict(rows)" in repr(release)
