@@ -298,12 +298,16 @@ class JobClient:
         return self._call(lambda: self._client.get_job_logs(name)) or ""
 
     def find_job(self, name: str) -> str:
-        """Return the name of a job: `name` itself, or the newest job of the run of that name."""
+        """Return the name of a job: `name` itself, or a job of the run of that name.
+
+        It is the newest that has not ended, else the newest.
+        """
         jobs = self.list_jobs()
         if any(job.submission_id == name for job in jobs):
             return name
-        of_run = (job.submission_id for job in jobs if (job.metadata or {}).get("run") == name)
-        return next(of_run, None) or name
+        of_run = [job for job in jobs if (job.metadata or {}).get("run") == name]
+        of_run.sort(key=lambda job: job.status.is_terminal())
+        return (of_run[0].submission_id if of_run else None) or name
 
     def stop(self, name: str) -> bool:
         """Ask a job to end by SIGTERM; return False if it has already ended."""

@@ -77,9 +77,10 @@ def path_callback(*suffixes: str) -> OptionCallback:
             path = validate_path(value)
         except UserError as error:
             raise UserError(f"{_option_name(param)}: {error}") from None
-        if re.match(r"[a-z][a-z0-9+.-]+:/", str(value)):  # which Path has cut of a slash
+        if re.match(r"[a-z][a-z0-9+.-]+:/", str(value)):
+            url = re.sub("^([^:]*):/+", r"\1://", str(value))  # Path keeps one slash
             raise UserError(
-                f"{_option_name(param)}: must be a path that this machine can open, got {value}; "
+                f"{_option_name(param)}: must be a path that this machine can open, got {url}; "
                 "resources.archive copies a run to an object store",
                 see="how-to/cluster.md#an-archive-in-an-object-store",
             )

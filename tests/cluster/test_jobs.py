@@ -76,7 +76,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/api/jobs/":
             driver = {"submission_id": None, "type": "DRIVER"}
             fetch = {"submission_id": "fetch-my", "metadata": {"fetch": "my"}}
-            older = {"submission_id": "run-0", "start_time": 1_600_000_000_000}
+            older = {"submission_id": "run-0", "start_time": 1_600_000_000_000, "status": "FAILED"}
             others = ({**self._job(), **each} for each in (driver, fetch, older))
             self._answer([*others, self._job()])
         elif self.path == "/api/jobs/run-1":
