@@ -33,7 +33,7 @@ def _sum(model: nn.Module, side: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NETWORKS],
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.nightly) for name in NETWORKS],
 )
 def test_networks_of_torchvision_train_and_keep_their_weights(name, capsys):
     torch.manual_seed(0)
