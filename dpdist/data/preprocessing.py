@@ -430,9 +430,17 @@ class _GivenTable(TableFile):
 
 
 def as_table_file(data: Any) -> TableFile:
-    """Return a DataFrame, an Arrow table, a dict of columns or the path of a file as a table."""
+    """Return a DataFrame, an Arrow table, a dict of columns or the path of a file as a table.
+
+    Raises UserError for other data, by their type, and for a column whose cells have several types.
+    """
     if isinstance(data, str | Path):
         return open_table(Path(data))
+    if not (isinstance(data, Mapping) or hasattr(data, "columns")):
+        raise UserError(
+            "data: must be rows of a table: a DataFrame, an Arrow table, a dict of columns or a "
+            f"path, got {type(data).__name__}"
+        )
     if not isinstance(data, pa.Table):
         columns = {}
         for name in data:  # a dict, or a DataFrame
@@ -441,5 +449,7 @@ def as_table_file(data: Any) -> TableFile:
             except (pa.ArrowException, TypeError, ValueError) as error:  # its text quotes a value
                 rule = "must have values of one type"
                 raise data_error("data", rule, column=str(name), cause=error) from None
+        if len({len(column) for column in columns.values()}) > 1:
+            raise UserError("data: must have equally many cells in each column")
         data = pa.table(columns)
     return _GivenTable(data)

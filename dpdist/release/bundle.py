@@ -330,18 +330,12 @@ class Release:
             if (signature := self.signature) is not None:
                 found: Tensor = signature.outputs(self.model, signature.batch(inputs))
                 return found
-            if isinstance(inputs, str | Path | Mapping) or hasattr(inputs, "columns"):
+            numbers = isinstance(inputs, np.ndarray | torch.Tensor | list)
+            if not numbers or (len(inputs) and isinstance(inputs[0], Mapping)):
                 preprocessing = self.description.preprocessing()
                 if preprocessing is None:
                     raise UserError("inputs: must be an array, as the model reads no columns")
                 inputs = preprocessing.transform(inputs)
-            elif not isinstance(inputs, np.ndarray | torch.Tensor | list) or (
-                isinstance(inputs, list) and inputs and isinstance(inputs[0], Mapping)
-            ):
-                raise UserError(
-                    "inputs: must be an array, or rows of a table: a DataFrame, an Arrow table, a "
-                    f"dict of columns or a path, got {type(inputs).__name__}"
-                )
             rows = torch.as_tensor(inputs, dtype=torch.float32)
             if rows.shape[1:] != self.spec.input_shape:
                 wanted = ", ".join(map(str, self.spec.input_shape))

@@ -303,8 +303,12 @@ def test_raw_rows_are_predicted_on_by_a_run_and_its_release(visits):
         assert torch.allclose(release.predict(given).softmax(1), shares, atol=1e-6)
     frame = pd.DataFrame(raw_rows)
     for given in (frame.iloc[0], [{"ward": "a"}]):
-        with pytest.raises(UserError, match="inputs: "):
+        with pytest.raises(UserError, match=type(given).__name__):
             release.predict(given)
+        with pytest.raises(UserError, match=type(given).__name__):
+            dpdist.Preprocessing(rules).transform(given)
+    with pytest.raises(UserError, match="data: "):
+        release.predict({**raw_rows, "age": [60]})
     with pytest.raises(UserError, match="predict"):
         release.answerer()
     assert "predict(rows)" in repr(release)
