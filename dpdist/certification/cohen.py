@@ -292,14 +292,7 @@ class Cohen(Smoothing):
     ) -> PartialCounts:
         """Draw blocks low..high-1 of one input, and return the counts of each class, a dict.
 
-        Args:
-            counter: a `ClassCounter`, which runs the model on blocks of noisy copies of an input.
-            x: the input, a float32 tensor of the input's shape.
-            index: position of the input in the data; it is in the keys of its noise.
-            low: first block.
-            high: one after the last block, at most ceil(n / batch).
-            batch: draws in a block.
-            sampler: the result of `build_sampler(model, input_shape)`.
+        Arguments are those of `Certificate.sample`.
 
         Returns:
             A dict of JSON values for `decide`: "histogram", the draws of each class, a list of int;

@@ -168,14 +168,7 @@ class ExpectedScores(HiddenNoiseCertificate):
     ) -> PartialCounts:
         """Draw blocks low..high-1 of one input, and return the summed scores of each class, a dict.
 
-        Args:
-            counter: a `HiddenNoiseCounter`, which runs the model with noise after its first layer.
-            x: the input, a float32 tensor of the input's shape.
-            index: position of the input in the data; it is in the keys of its noise.
-            low: first block.
-            high: one after the last block, at most ceil(n / batch).
-            batch: draws in a block.
-            sampler: the result of `build_sampler(model, input_shape)`.
+        Arguments are those of `Certificate.sample`.
 
         Returns:
             A dict of JSON values for `decide`. "sums", "squares" and "histogram" are lists with an

@@ -390,14 +390,7 @@ class TargetRadius(SequentialSmoothing):
     ) -> PartialCounts:
         """Draw until every radius of one input is decided, and return the counts, a dict.
 
-        Args:
-            counter: a `ClassCounter`, which runs the model on blocks of noisy copies of an input.
-            x: the input, a float32 tensor of the input's shape.
-            index: position of the input in the data; it is in the keys of its noise.
-            low: 0, since the whole work is one unit.
-            high: 1.
-            batch: draws in a block.
-            sampler: the result of `build_sampler(model, input_shape)`.
+        Arguments are those of `Certificate.sample`, with low 0 and high 1: all draws are one unit.
 
         Returns:
             A dict of JSON values for `decide`: "selected" (int, the class), "n" (int, the draws
@@ -589,14 +582,7 @@ class Anytime(SequentialSmoothing):
     ) -> PartialCounts:
         """Draw until all radii of one input are decided, or n draws, and return counts, a dict.
 
-        Args:
-            counter: a `ClassCounter`, which runs the model on blocks of noisy copies of an input.
-            x: the input, a float32 tensor of the input's shape.
-            index: position of the input in the data; it is in the keys of its noise.
-            low: 0, since the whole work is one unit.
-            high: 1.
-            batch: draws in a block.
-            sampler: the result of `build_sampler(model, input_shape)`.
+        Arguments are those of `Certificate.sample`, with low 0 and high 1: all draws are one unit.
 
         Returns:
             A dict of JSON values for `decide`: "selected" (int, the class), "n" (int, the draws
