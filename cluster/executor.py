@@ -46,7 +46,13 @@ from dpdist.cluster.session import (
     is_session_lost,
     secure_staging_folder,
 )
-from dpdist.cluster.versions import NEW_BACKENDS, backend_setting, check_nodes, set_backend
+from dpdist.cluster.versions import (
+    NEW_BACKENDS,
+    PACKAGES,
+    backend_setting,
+    check_nodes,
+    set_backend,
+)
 from dpdist.cluster.work import (
     MAX_PREEMPTIONS,
     Chunk,
@@ -417,7 +423,6 @@ class RayExecutor(Executor):
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._packages: tuple[str, ...] = ()  # checked on the hosts of a cluster
 
     @property
     def gpus(self) -> float:
@@ -442,10 +447,8 @@ class RayExecutor(Executor):
         ]
 
     def check_nodes(self, packages: Sequence[str], shared_folder: Path) -> None:
-        """Check every live host, and later those of all actors."""
+        """Check every live host."""
         check_nodes(packages, shared_folder)
-        if not self._session.local:
-            self._packages = tuple(packages)
 
     def run_once(
         self,
@@ -467,7 +470,7 @@ class RayExecutor(Executor):
         """Run the chunks on a pool of actors (`dpdist.cluster.actor_pool`)."""
         from dpdist.cluster.actor_pool import run_chunks
 
-        run_chunks(job, is_session_lost, self._packages)
+        run_chunks(job, is_session_lost, () if self._session.local else PACKAGES)
 
     def run_workers(self, group: WorkerGroup) -> None:
         """Run the group on Ray Train, which restarts it up to `max_restarts` times."""

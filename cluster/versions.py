@@ -19,6 +19,7 @@ from typing import Any
 
 from dpdist.core.errors import ClusterError
 
+PACKAGES = ("dpdist",)  # whose sources must be the driver's on every host
 LIBRARIES = ("torch", "ray", "numpy", "scipy", "dp-accounting", "transformers", "peft")
 
 

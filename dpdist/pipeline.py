@@ -25,6 +25,7 @@ from dpdist.cluster.executor import (
     require_one_process,
 )
 from dpdist.cluster.session import count_local_cpus, require_gpus, require_workers
+from dpdist.cluster.versions import PACKAGES
 from dpdist.core import console
 from dpdist.core.errors import Interrupted, UserError
 from dpdist.core.files import read_json
@@ -37,7 +38,7 @@ from dpdist.evaluation import (
 from dpdist.runs.archive import Archive
 from dpdist.runs.folder import DifferentRecipeError, RunFolder
 from dpdist.runs.recipe import Recipe, field_error, refuse_unused, resolve_recipe
-from dpdist.training.job import PACKAGES, CheckedTraining, TrainJob, check_training
+from dpdist.training.job import CheckedTraining, TrainJob, check_training
 from dpdist.training.records import data_source, load_test_records, records_with_canaries
 from dpdist.training.trainer import place_training, train
 from dpdist.tuning.search import Search, check_search

@@ -29,7 +29,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dpdist import models
-from dpdist.cluster.versions import package_fingerprints
+from dpdist.cluster.versions import PACKAGES, package_fingerprints
 from dpdist.cluster.work import WorkerGroup, WorkerPlace, WorkersFailedError
 from dpdist.config.search import TuneRecipe
 from dpdist.config.sections import PrivacyRecipe
@@ -48,7 +48,6 @@ from dpdist.randomness.keys import derive_key
 from dpdist.runs.folder import RunFolder, read_verified_ledger
 from dpdist.runs.recipe import Recipe, plan_with_noise
 from dpdist.training.collectives import Workers
-from dpdist.training.job import PACKAGES
 from dpdist.training.private_score import RecordValues, Value
 from dpdist.training.trainer import torch_config
 from dpdist.tuning.manifest import (

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dpdist.cluster.executor import RayExecutor, open_executor
-from dpdist.cluster.versions import check_same_versions, package_fingerprints
+from dpdist.cluster.versions import PACKAGES, check_same_versions, package_fingerprints
 from dpdist.config.search import ScoreRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.files import write_atomic
@@ -25,7 +25,7 @@ from dpdist.data import Dataset
 from dpdist.randomness.keys import derive_key
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
-from dpdist.training.job import PACKAGES, check_trainable, prepare
+from dpdist.training.job import check_trainable, prepare
 from dpdist.training.records import data_source, load_test_records
 from dpdist.tuning.search import check_certifiable
 from dpdist.tuning.space import TrialValues, apply_values, check_space, iter_probe_values

@@ -23,6 +23,7 @@ from typing import Any
 
 from dpdist.certification.noise import gaussian_l2_radius
 from dpdist.cluster.executor import Executor
+from dpdist.cluster.versions import PACKAGES
 from dpdist.config.search import ScoreRecipe, TuneRecipe
 from dpdist.core.binomial import clopper_pearson_lower
 from dpdist.core.errors import DiskFullError, UserError
@@ -35,7 +36,7 @@ from dpdist.randomness.keys import new_run_key
 from dpdist.runs.charging import Hashed, check_charge, reserve_charge, settle_charge
 from dpdist.runs.folder import DifferentRecipeError, RunFolder, read_verified_ledger
 from dpdist.runs.recipe import Recipe, make_plan
-from dpdist.training.job import PACKAGES, check_records, check_trainable, check_users
+from dpdist.training.job import check_records, check_trainable, check_users
 from dpdist.training.records import by_unit, data_source, private_records, records_with_canaries
 from dpdist.tuning.manifest import (
     SearchFolder,

@@ -22,7 +22,7 @@ from typing import Any
 from dpdist import data, models
 from dpdist.cluster.executor import LocalExecutor, RayExecutor
 from dpdist.cluster.session import describe_session
-from dpdist.cluster.versions import check_same_versions, code_digest, package_fingerprints
+from dpdist.cluster.versions import PACKAGES, check_same_versions, code_digest, package_fingerprints
 from dpdist.cluster.work import Host, ReportMetrics, TrialPass, WorkerGroup
 from dpdist.config.search import PublicData, TuneRecipe
 from dpdist.config.training import ResourcesRecipe
@@ -33,7 +33,7 @@ from dpdist.privacy.ledger import JournalBusy, LedgerError, ReplayConflict
 from dpdist.randomness.keys import derive_key
 from dpdist.runs.folder import RunFolder, read_verified_ledger
 from dpdist.runs.recipe import Recipe
-from dpdist.training.job import PACKAGES, TrainJob, ensure_run_key, prepare
+from dpdist.training.job import TrainJob, ensure_run_key, prepare
 from dpdist.training.records import by_unit, data_source, private_records_between
 from dpdist.training.trainer import fit
 from dpdist.tuning.manifest import (

@@ -203,7 +203,7 @@ def _certify_release(
     from dpdist import data, pipeline
     from dpdist.certification.job import certify
     from dpdist.certifying import parse_resources
-    from dpdist.training.job import PACKAGES
+    from dpdist.cluster.versions import PACKAGES
     from dpdist.training.records import data_source_under
 
     if asked["attacked"]:

@@ -39,7 +39,7 @@ from dpdist.cluster.resumable_job import (
     WorkUnit,
     run_job,
 )
-from dpdist.cluster.versions import code_digest
+from dpdist.cluster.versions import PACKAGES, code_digest
 from dpdist.core.errors import UserError
 from dpdist.core.fields import Section
 from dpdist.core.files import (
@@ -59,7 +59,7 @@ from dpdist.runs.charging import build_charge, reserve_charge
 from dpdist.runs.folder import RunFolder, read_verified_ledger, verify_ledger
 from dpdist.runs.recipe import Recipe, plan_with_noise, without_privacy
 from dpdist.training.collectives import Reducer
-from dpdist.training.job import PACKAGES, CheckedTraining, TrainJob
+from dpdist.training.job import CheckedTraining, TrainJob
 from dpdist.training.loop import TrainingDiverged
 from dpdist.training.model_setup import check_model, initial_model, model_spec
 from dpdist.training.records import data_source, records_with_canaries

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dpdist import data, models
-from dpdist.cluster.versions import package_fingerprints
+from dpdist.cluster.versions import PACKAGES, package_fingerprints
 from dpdist.config.training import CANONICAL_SHARDS
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_json, write_atomic, write_json, write_secret_once
@@ -36,7 +36,6 @@ from dpdist.training.records import (
 # --- the checked training ---------------------------------------------------------------------
 
 
-PACKAGES = ("dpdist",)
 RESTORE_HINT = "restore what was there, or start a new run under another --name"
 
 

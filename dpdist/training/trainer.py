@@ -22,6 +22,7 @@ from dpdist.cluster.executor import (
     open_executor,
 )
 from dpdist.cluster.session import CapacityMonitor, Session
+from dpdist.cluster.versions import PACKAGES
 from dpdist.cluster.work import MAX_PREEMPTIONS, WorkerGroup, WorkersFailedError
 from dpdist.core.errors import ClusterError, DiskFullError, UserError, is_disk_full
 from dpdist.core.fields import Section
@@ -36,7 +37,7 @@ from dpdist.privacy.ledger import (
 from dpdist.runs import charging
 from dpdist.runs.archive import Archive
 from dpdist.runs.folder import RunFolder, verify_ledger
-from dpdist.training.job import PACKAGES, TrainJob
+from dpdist.training.job import TrainJob
 from dpdist.training.monitoring import (
     WorkerChangeReporter,
     is_stop_requested,

@@ -32,7 +32,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from dpdist import data
-from dpdist.cluster.versions import check_same_versions, code_digest, torch_settings
+from dpdist.cluster.versions import PACKAGES, check_same_versions, code_digest, torch_settings
 from dpdist.cluster.work import WorkerPlace
 from dpdist.core.errors import ClusterError, UserError, is_disk_full
 from dpdist.core.files import read_bytes, read_json, write_atomic, write_json
@@ -49,7 +49,7 @@ from dpdist.runs.recipe import Recipe
 from dpdist.training import checkpoint, model_setup
 from dpdist.training.canaries import build_canaries
 from dpdist.training.collectives import FlatOptimizer, MissingRank, Reducer, flat_views
-from dpdist.training.job import PACKAGES, RESTORE_HINT, TrainJob
+from dpdist.training.job import RESTORE_HINT, TrainJob
 from dpdist.training.loop import Loop
 from dpdist.training.model_setup import build_engine, initial_model, model_spec, public_probe
 from dpdist.training.monitoring import InterruptionWatch, StepMetrics

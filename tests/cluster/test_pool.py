@@ -63,8 +63,6 @@ def test_an_actor_on_a_host_with_different_code_ends_the_job(monkeypatch):
         "dpdist.cluster.actor_pool.package_fingerprints", lambda _: {"dpdist": "/here:different"}
     )
     executor = RayExecutor(Session("a cluster", 2, 0, 1))
-    monkeypatch.setattr("dpdist.cluster.executor.check_nodes", lambda *_: None)
-    executor.check_nodes(("dpdist",), Path("runs"))
     results: list[str] = []
     job = ChunkJob(lambda _: str, None, chunks_of(3), lambda key, _: results.append(key))
     with pytest.raises(ClusterError, match=r"node [\d.]+: dpdist: "):

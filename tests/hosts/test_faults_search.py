@@ -46,10 +46,9 @@ TRIALS = 3
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The same search in this process: one trial after the other, without Ray."""
-    from dpdist.cluster.versions import package_fingerprints
+    from dpdist.cluster.versions import PACKAGES, package_fingerprints
     from dpdist.runs.folder import RunFolder
     from dpdist.runs.recipe import parse_recipe
-    from dpdist.training.job import PACKAGES
     from dpdist.tuning.manifest import read_trials
     from dpdist.tuning.search import prepare_search
     from dpdist.tuning.searchers import ManifestSearcher

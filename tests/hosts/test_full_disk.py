@@ -91,7 +91,7 @@ from dpdist.cluster.versions import package_fingerprints
 from dpdist.core.errors import is_disk_full
 from dpdist.runs.recipe import parse_recipe
 from dpdist.runs.folder import RunFolder
-from dpdist.training.job import PACKAGES
+from dpdist.cluster.versions import PACKAGES
 from dpdist.tuning.search import prepare_search
 from dpdist.tuning.manifest import read_trials
 from dpdist.tuning.searchers import ManifestSearcher

@@ -9,12 +9,11 @@ import pytest
 from support.recipes import merge_sections
 
 from dpdist.cluster.session import connect
-from dpdist.cluster.versions import package_fingerprints
+from dpdist.cluster.versions import PACKAGES, package_fingerprints
 from dpdist.core import optional_imports
 from dpdist.privacy import accounting
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse_recipe
-from dpdist.training.job import PACKAGES
 from dpdist.tuning.manifest import read_trials
 from dpdist.tuning.search import Search, prepare_search
 from dpdist.tuning.trial import continue_recipe_trial, run_trial
