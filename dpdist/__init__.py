@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from dpdist.privacy.guarantee import Guarantee as Guarantee
     from dpdist.privacy.plan import PrivacyPlan as PrivacyPlan
     from dpdist.private_training import PrivateTraining as PrivateTraining
-    from dpdist.private_training import StepReport as StepReport
     from dpdist.private_training import fit as fit
     from dpdist.publishing import write_release as write_release
     from dpdist.release.bundle import Release as Release
@@ -72,6 +71,7 @@ if TYPE_CHECKING:
     from dpdist.training.record_scores import bounded_score as bounded_score
     from dpdist.training.record_scores import brier_score as brier_score
     from dpdist.training.record_scores import log_loss_score as log_loss_score
+    from dpdist.training.script_history import StepReport as StepReport
     from dpdist.training.statistics import Statistics as Statistics
     from dpdist.training.statistics import statistics as statistics
     from dpdist.training.trainer import train as train
@@ -105,7 +105,7 @@ _LAZY = {
     "PerLayerClipping": "dpdist.gradients.clipping",
     "AutomaticClipping": "dpdist.gradients.clipping",
     "PrivateTraining": "dpdist.private_training",
-    "StepReport": "dpdist.private_training",
+    "StepReport": "dpdist.training.script_history",
     "fit": "dpdist.private_training",
     "check": "dpdist.checking",
     "CheckResult": "dpdist.checking",

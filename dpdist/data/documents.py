@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dpdist.core.errors import UserError
-from dpdist.data.adapters import IGNORED, ArrayRecords, Options
+from dpdist.data.array_records import IGNORED, ArrayRecords, Options
 from dpdist.data.protocol import Records, chunks_of
 from dpdist.data.tables import open_table
 from dpdist.data.text import ConversationTokenizer, Tokens, messages_of

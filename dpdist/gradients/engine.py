@@ -3,19 +3,13 @@
 One backward pass ("book-keeping", Bu et al. 2023): hooks keep every trainable layer's inputs,
 autograd gives gradients of the outputs only; norms and clipped sums follow from both, layer by
 layer. A `TrainingObjective` names the loss, the part of the model that is trained, and the targets.
-
-The process keeps freed memory: by default glibc returns every block of some megabytes to the kernel
-when it is freed, and the page faults of the next step take a third of a small model's step.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +20,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from dpdist.core.errors import UserError
 from dpdist.core.fields import KNOWN_LAYERS, PADDING, PER_EXAMPLE, SCREENED
+from dpdist.core.memory import raise_malloc_thresholds, return_freed_memory
 from dpdist.gradients.clipping import (
     Clipping,
     max_run_length,
@@ -69,42 +64,23 @@ from dpdist.gradients.per_example import (
     sums_in_order,
 )
 from dpdist.gradients.perturbations import CropAndFlip, ParameterPerturbation, Perturbation
-from dpdist.gradients.random_passes import Draws, DrawsOfRows, keyed_draws, mixes_draws, pass_key
+from dpdist.gradients.random_passes import (
+    Draws,
+    DrawsOfRows,
+    keyed_draws,
+    mixes_draws,
+    pass_key,
+    preserve_random_state,
+)
 from dpdist.gradients.sampling import Blocks
 from dpdist.gradients.validation import (
     NUM_EXAMPLES,
+    errors_of_isolated_models,
     make_synthetic_examples,
+    refuse_complex_parameters,
     refuse_mixing_layers,
 )
 from dpdist.randomness.noisy_modules import override_outputs, require_modules
-
-# --- memory -----------------------------------------------------------------------------------
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGEST_MMAP_THRESHOLD = 32 << 20  # glibc accepts no more
-_KEEP = 1 << 30
-
-
-@functools.cache
-def raise_malloc_thresholds() -> None:
-    """Raise glibc's trim and mmap thresholds, once per process."""
-    mallopt = _glibc("mallopt")
-    if mallopt is not None and mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD):
-        mallopt(_M_TRIM_THRESHOLD, _KEEP)
-
-
-def return_freed_memory() -> None:
-    """Return freed memory to the kernel, after work that is not repeated."""
-    trim = _glibc("malloc_trim")
-    if trim is not None:
-        trim(0)
-
-
-def _glibc(function: str) -> Any:
-    """Return a function of glibc; None without glibc."""
-    return getattr(ctypes.CDLL(None), function, None) if sys.platform.startswith("linux") else None
-
 
 # --- the engine -------------------------------------------------------------------------------
 
@@ -234,7 +210,7 @@ class GradientEngine:
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self._named:
             raise UserError("the model has no trainable parameters")
-        _refuse_complex_parameters(self._named)
+        refuse_complex_parameters(self._named)
         self.parameters: list[nn.Parameter] = list(self._named.values())
         self._sizes = [parameter.numel() for parameter in self.parameters]
         self.size = sum(self._sizes)
@@ -528,7 +504,7 @@ class GradientEngine:
             if alike and rows_of(known) >= min(count, NUM_EXAMPLES):
                 some = slice(count)
                 return take(known, some), wanted[some]
-        with _preserve_random_state(device_of(inputs)):
+        with preserve_random_state(device_of(inputs)):
             return make_synthetic_examples(self.model, inputs, targets, count)
 
     def _laid_out(self, inputs: Inputs) -> Inputs:
@@ -806,7 +782,7 @@ class GradientEngine:
             randomness="error" if zeros is None else "different",
         )
         losses: Tensor
-        with _errors_of_isolated_models(), sums_in_order(device_of(inputs)):
+        with errors_of_isolated_models(), sums_in_order(device_of(inputs)):
             grads, losses = per_example(values, inputs, targets, share, zeros)
         for name, gradient in zip(self._named, gradients, strict=True):
             gradient.add(DenseGradient(grads[name]))
@@ -828,7 +804,7 @@ class GradientEngine:
             UserError: the model mixes examples, a parameter cannot be followed, or fewer than two
                 examples have a finite gradient.
         """
-        with _preserve_random_state(device_of(inputs)):
+        with preserve_random_state(device_of(inputs)):
             if not self._checked:
                 self._find_fewest_rows(inputs, targets)
                 self._settle_layouts(inputs, targets)
@@ -855,7 +831,7 @@ class GradientEngine:
         if isinstance(self.objective, OwnLoss):
             self._screened = inputs, targets
         self._checked, self._modes = True, self._current_modes()
-        with _preserve_random_state(device_of(inputs)):
+        with preserve_random_state(device_of(inputs)):
             if not self.vmap:
                 self._find_fewest_rows(inputs, targets)
                 self._settle_layouts(inputs, targets)
@@ -922,7 +898,7 @@ class GradientEngine:
             return gradients, self._factors(table)[self._row]
 
         moved = DrawsOfRows(run) if self.draws.any else run
-        with _preserve_random_state(device_of(inputs)):
+        with preserve_random_state(device_of(inputs)):
             found = largest_move(moved, len(targets), self.rows_per_pass(blocks))
         return found / self.sensitivity
 
@@ -1015,38 +991,6 @@ class GradientEngine:
             )  # fmt: skip
         kept += sum(gradient.nbytes() for gradient in gradients)
         return max(1, _MICRO_BATCH_BYTES * probe // max(1, 2 * saved + 2 * kept))
-
-
-def _refuse_complex_parameters(named: Mapping[str, nn.Parameter]) -> None:
-    """Raise UserError for a complex trained parameter, whose imaginary part the sum would drop."""
-    for name, parameter in named.items():
-        if parameter.is_complex():
-            raise UserError(
-                f"parameter {name}: must be real, got {parameter.dtype}: store real and imaginary "
-                "parts in one real parameter, and use torch.view_as_complex in forward"
-            )
-
-
-@contextmanager
-def _errors_of_isolated_models() -> Iterator[None]:
-    """Raise UserError for errors of a user's module under torch.func.vmap."""
-    try:
-        yield
-    except (UserError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise UserError(
-            "the model must run on each record alone under torch.func.vmap (model.vmap), "
-            "without branches on values: "
-            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        ) from error
-
-
-@contextmanager
-def _preserve_random_state(device: torch.device) -> Iterator[None]:
-    """Leave torch's random state as it was."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
 
 
 def _records_at(place: int, inputs: Inputs, targets: Tensor) -> tuple[Inputs, Tensor]:

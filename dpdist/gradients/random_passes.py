@@ -356,3 +356,10 @@ class _Recorder(TorchDispatchMode):
         if mask:
             return args[0] * wanted / (1 - args[1]), wanted
         return args[0].copy_(wanted) if name.endswith("_") else wanted.clone()
+
+
+@contextmanager
+def preserve_random_state(device: torch.device) -> Iterator[None]:
+    """Leave torch's random state as it was."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import NoReturn
 
 import torch
@@ -203,3 +204,28 @@ def refuse_recurrent_layers(model: nn.Module) -> None:
                 f"{getattr(module, inside)}: use one recurrent layer after another with "
                 f"torch.nn.{then} between them"
             )
+
+
+def refuse_complex_parameters(named: Mapping[str, nn.Parameter]) -> None:
+    """Raise UserError for a complex trained parameter, whose imaginary part the sum would drop."""
+    for name, parameter in named.items():
+        if parameter.is_complex():
+            raise UserError(
+                f"parameter {name}: must be real, got {parameter.dtype}: store real and imaginary "
+                "parts in one real parameter, and use torch.view_as_complex in forward"
+            )
+
+
+@contextmanager
+def errors_of_isolated_models() -> Iterator[None]:
+    """Raise UserError for errors of a user's module under torch.func.vmap."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UserError(
+            "the model must run on each record alone under torch.func.vmap (model.vmap), "
+            "without branches on values: "
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        ) from error

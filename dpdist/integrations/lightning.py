@@ -23,8 +23,9 @@ from dpdist.core.optional_imports import import_extra
 from dpdist.data.adapters import as_records
 from dpdist.data.protocol import count_common
 from dpdist.privacy.guarantee import Guarantee
-from dpdist.private_training import PrivateTraining, StepReport
+from dpdist.private_training import PrivateTraining
 from dpdist.runs.folder import RunFolder
+from dpdist.training.script_history import StepReport
 from dpdist.training.script_state import kept_modes
 
 pytorch: Any = import_extra("lightning.pytorch", "lightning", "PrivateModule")

@@ -29,17 +29,19 @@ from torch.nn import functional
 from dpdist.config.sections import PrivacyRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.optional_imports import import_extra
-from dpdist.data.adapters import IGNORED, ItemRecords, Options, RecordError, without_transforms
+from dpdist.data.array_records import IGNORED, Options
 from dpdist.data.documents import PACKED, begin_again, tokenization_of
+from dpdist.data.item_records import ItemRecords, RecordError, without_transforms
 from dpdist.data.protocol import Records, count_common
 from dpdist.gradients.objective import additive_mask, looks_ahead
 from dpdist.models import TRAINED_BY, base_digest, base_dtype
 from dpdist.privacy.card import PRIVACY_CARD, PRIVACY_CARD_TEXT
 from dpdist.privacy.guarantee import Guarantee
-from dpdist.private_training import PrivateTraining, StepReport
+from dpdist.private_training import PrivateTraining
 from dpdist.publishing import write_adapter
 from dpdist.release.description import read_base
 from dpdist.release.files import BASE, is_release, verify_checksums
+from dpdist.training.script_history import StepReport
 from dpdist.training.script_state import kept_modes
 
 with torch.device("cpu"):  # whatever device the importing code has as its default

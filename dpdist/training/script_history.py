@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,79 @@ from torch import Tensor, nn
 from dpdist.core.errors import UserError
 from dpdist.data.protocol import Records, fields_of
 from dpdist.models.signature import Signature, plain_outputs
+from dpdist.privacy.guarantee import FIXED_KEY, Guarantee, format_epsilon
 from dpdist.training.script_state import evaluation_mode, kept_buffers
+
+# --- the report of a step ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Hold the public and released values of one step of `dpdist.PrivateTraining`.
+
+    Guarantee: all fields except `private` follow from released values and public settings, so a
+    loop may print them and depend on them at no further privacy cost.
+
+    Attributes:
+        step: int, number of the step, from 0 on.
+        learning_rate: float, learning rate of the optimizer's first parameter group in this step.
+        noisy_norm: float, L2 norm of the noisy sum of clipped gradients, which was released; one
+            record adds at most the clip norm.
+        epsilon: float, epsilon of all that was released up to this step, at the delta of the plan;
+            computed when you ask for it.
+        private: dict with losses and counts of private records, or None without
+            `private_metrics=True`. Do not publish them, and do not let the loop depend on them.
+        score: float, noisy score on held-out private records after the steps that
+            `PrivateTraining.score` declared, else None. It is about 0 to 1; its noise can move it
+            beyond.
+
+    Example:
+        >>> import tempfile, torch, dpdist
+        >>> inputs, labels = torch.randn(200, 4), torch.randint(2, (200,))
+        >>> model = torch.nn.Linear(4, 2)
+        >>> training = dpdist.PrivateTraining(
+        ...     model, torch.optim.SGD(model.parameters(), lr=0.1), (inputs, labels),
+        ...     loss="cross-entropy",
+        ...     privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3),
+        ...     batch_size=20, steps=2, folder=tempfile.mkdtemp() + "/run",
+        ... )
+        >>> first, second = training.step(), training.step()
+        >>> first.step, second.learning_rate, second.private is None
+        (0, 0.1, True)
+        >>> 0 < first.epsilon < second.epsilon
+        True
+        >>> print(first)  # doctest: +ELLIPSIS
+        step 0: epsilon ..., learning rate 0.1, noisy norm ...
+    """
+
+    step: int
+    learning_rate: float
+    noisy_norm: float
+    private: Mapping[str, Any] | None = None
+    score: float | None = None
+    _so_far: Callable[[], Guarantee] = field(repr=False, kw_only=True)
+
+    @property
+    def epsilon(self) -> float:
+        """Return epsilon of all that was released up to this step, a float at the plan's delta.
+
+        It is computed when you first ask for it, and infinite if nothing is proved.
+        """
+        return self._guarantee.epsilon
+
+    @cached_property
+    def _guarantee(self) -> Guarantee:
+        return self._so_far()
+
+    def __str__(self) -> str:
+        """Return the released values in one line."""
+        scored = "" if self.score is None else f", score {self.score:.4g}"
+        fixed = f"{FIXED_KEY}, " if self._guarantee.fixed_key else ""
+        return (
+            f"step {self.step}: {fixed}epsilon {format_epsilon(self.epsilon)}, learning rate "
+            f"{self.learning_rate:g}, noisy norm {self.noisy_norm:.4g}{scored}"
+        )
+
 
 # --- history ----------------------------------------------------------------------------------
 
