@@ -44,23 +44,6 @@ def test_no_size_is_missed_more_often_than_allowed() -> None:
     assert error / 50 < worst <= error  # conservative, but not vacuous
 
 
-def test_each_bound_is_made_of_exact_binomial_ones() -> None:
-    rng = np.random.default_rng(1)
-    first, second = rng.uniform(-0.2, 0.8, (2, 400))
-    found = curve_difference(first, second, 0.5, 0.05, 4)
-    level = 0.05 / 8
-    for cell, (a, b) in enumerate(itertools.pairwise(np.linspace(0, 0.5, 5))):
-        for ours, theirs, bound in (
-            (second >= b, first > a, found.low[cell]),
-            (first >= b, second > a, -found.high[cell]),
-        ):
-            won, lost = int((ours & ~theirs).sum()), int((theirs & ~ours).sum())
-            share = stats.binomtest(won + lost, 400).proportion_ci(1 - 0.1 * level, "exact")
-            split = stats.beta.ppf(0.9 * level, won, lost + 1)
-            worst = 2 * split - 1
-            assert bound == pytest.approx(worst * (share.high if worst < 0 else share.low))
-
-
 def test_a_certificate_of_size_0_is_one() -> None:
     """Of 200 inputs the first run certifies all, at 0 alone; the later one none."""
     first, second = np.zeros(200), np.full(200, -1.0)

@@ -25,7 +25,7 @@ def test_the_known_case() -> None:
     assert score_bounds.exact_gaussian_size(bounds, 0.2537, 1.0) == pytest.approx(0.622, abs=1e-3)
 
 
-@pytest.mark.parametrize(("p_a", "p_b"), [(0.99, 0.005), (0.7, 0.2), (0.999, 1e-6), (0.6, 0.05)])
+@pytest.mark.parametrize(("p_a", "p_b"), [(0.99, 0.005), (0.7, 0.2), (0.999, 1e-6)])
 def test_every_size_satisfies_the_condition_by_exact_profile(p_a: float, p_b: float) -> None:
     # Independent check: at the certified size some epsilon must satisfy the condition with the
     # exact delta of the noise; 1 % beyond the analytic one no epsilon may.

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from dpdist.certification import statistics
 from dpdist.certification.statistics import (
     anytime_p_value,
     compare,
@@ -34,31 +32,16 @@ def test_interval_covers_at_every_pair_of_shares() -> None:
     inputs = 14
     tables = np.array(outcomes(inputs))
     rest = inputs - tables.sum(1)
-    for error in (0.05, 0.3):
-        found = np.array([difference_interval(a, b, inputs, error) for a, b in tables.tolist()])
-        worst = 0.0
-        for p, q in itertools.product(np.linspace(0, 1, 21), repeat=2):
-            if p + q > 1 + 1e-12:
-                continue
-            last = max(0.0, 1 - p - q)
-            chance = stats.multinomial.pmf(np.column_stack([tables, rest]), inputs, [p, q, last])
-            missed = (found[:, 0] > q - p + 1e-12) | (found[:, 1] < q - p - 1e-12)
-            worst = max(worst, float(chance[missed].sum()))
-        assert worst <= error
-        assert worst > error / 20  # conservative, but no interval of everything
-
-
-@pytest.mark.parametrize("counts", [(0, 0, 50), (12, 30, 1000), (30, 12, 1000), (20, 22, 90)])
-def test_interval_is_made_of_exact_binomial_ones(counts: tuple[int, int, int]) -> None:
-    only_first, only_second, inputs = counts
-    discordant = only_first + only_second
-    some = stats.binomtest(discordant, inputs).proportion_ci(1 - 0.005, "exact")
-    split = (0.0, 1.0)
-    if discordant:
-        split = stats.binomtest(only_second, discordant).proportion_ci(1 - 0.045, "exact")
-    ends = [d * (2 * s - 1) for d in some for s in split]
-    expected = (min(ends), max(ends))
-    assert difference_interval(*counts, 0.05) == pytest.approx(expected, rel=1e-9)
+    error, worst = 0.3, 0.0
+    found = np.array([difference_interval(a, b, inputs, error) for a, b in tables.tolist()])
+    for p, q in itertools.product(np.linspace(0, 1, 21), repeat=2):
+        if p + q > 1 + 1e-12:
+            continue
+        last = max(0.0, 1 - p - q)
+        chance = stats.multinomial.pmf(np.column_stack([tables, rest]), inputs, [p, q, last])
+        missed = (found[:, 0] > q - p + 1e-12) | (found[:, 1] < q - p - 1e-12)
+        worst = max(worst, float(chance[missed].sum()))
+    assert error / 20 < worst <= error  # conservative, but no interval of everything
 
 
 def test_interval_and_p_value_agree_about_zero() -> None:
@@ -72,23 +55,6 @@ def pairs(only_first: int, only_second: int, both: int = 0) -> tuple[np.ndarray,
     first = [True] * only_first + [False] * only_second + [True] * both
     second = [False] * only_first + [True] * only_second + [True] * both
     return np.array(first, dtype=bool), np.array(second, dtype=bool)
-
-
-def test_anytime_evidence_is_the_mixture_of_likelihood_ratios() -> None:
-    first, second = pairs(3, 20, both=5)
-    best = 0.0
-    for m in range(1, 24):
-        hits = int(second[:m].sum())
-
-        def ratio(s: float, hits: int = hits, m: int = m) -> float:
-            return float((2 * s) ** hits * (2 * (1 - s)) ** (m - hits))
-
-        # Substituting s = sin^2(angle) turns the Beta(1/2, 1/2) weight into a uniform one.
-        angles = (np.arange(20000) + 0.5) / 20000 * math.pi / 2
-        best = max(best, float(np.mean([ratio(math.sin(a) ** 2) for a in angles[::10]])))
-    assert anytime_p_value(first, second) == pytest.approx(1 / best, rel=1e-3)
-    assert anytime_p_value(second, first) == anytime_p_value(first, second)
-    assert anytime_p_value(*pairs(0, 0, both=9)) == 1.0
 
 
 def test_error_at_any_time_is_near_what_is_allowed() -> None:
@@ -136,12 +102,8 @@ def test_comparison_names_the_second_as_the_better() -> None:
     assert (it.first, it.second, it.difference) == (0.4, 0.9, 0.5)
     assert 0 < it.low < it.difference < it.high
     assert it.p_value == pytest.approx(stats.binomtest(2, 14, 0.5).pvalue)
-    assert it.anytime == anytime_p_value(first, second) > it.p_value
+    assert it.anytime == anytime_p_value(first, second) == anytime_p_value(second, first)
     back = compare(second, first)
     assert (back.difference, back.p_value) == (-0.5, it.p_value)
-    for wrong in (second[:5], second.reshape(4, 5)):
-        with pytest.raises(ValueError):
-            compare(first, wrong)
     with pytest.raises(ValueError):
-        compare(first[:0], second[:0])
-    assert statistics.ERROR == 0.05
+        compare(first, second[:5])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,48 +12,17 @@ from scipy import integrate, optimize, special, stats
 
 from dpdist.certification import score_bounds
 from dpdist.certification.certificate import Certificate
-from dpdist.certification.cohen import Cohen, predict
+from dpdist.certification.cohen import Cohen
 from dpdist.certification.expected_scores import BettingScores, ExpectedScores
 from dpdist.certification.noise import Gaussian
 from dpdist.certification.score_bounds import SCORE_UNIT, Sensitivity
 from dpdist.certification.sequential import Anytime, TargetRadius, TargetScores
 from dpdist.certification.variants import TwoClass
 from dpdist.certification.worker import BlockScores, ScoreSampler, VoteSampler
-from dpdist.randomness import keys
 
 SIGMA, ALPHA = 0.5, 0.05
 PLACE = VoteSampler(Gaussian(SIGMA))
 X = torch.zeros(1)
-
-
-class Coin:
-    """A counter whose class 0 has a known probability; the selection always finds it."""
-
-    def __init__(self, p: float, seed: int) -> None:
-        self.p, self.rng = p, np.random.default_rng(seed)
-
-    def histogram(
-        self, x: Any, index: int, stage: str, block: int, rows: int, draws: int
-    ) -> np.ndarray:
-        hits = draws if stage == keys.SELECT else self.rng.binomial(draws, self.p)
-        return np.array([hits, draws - hits])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("true", [0, 1, 2])
-def test_three_targets_share_one_error(true: int) -> None:
-    # The probability is that of one of three radii, which is then false and so are all larger ones.
-    # At most alpha = 5 % of 600 seeded runs may certify one: more than 54 (4.5 standard deviations)
-    # has probability below 1e-5. With the whole error for each radius about 90 do.
-    settings = TargetRadius(sigma=SIGMA, n=1000, n0=1, alpha=ALPHA, radii=(0.1, 0.2, 0.3))
-    p = float(stats.norm.cdf(settings.radii[true] / SIGMA))
-    wrong = 0
-    for seed in range(600):
-        partial = settings.sample(Coin(p, seed), X, 0, 0, 1, 50, PLACE)
-        verdict = settings.decide([partial], PLACE)
-        wrong += verdict.prediction == 0 and verdict.radius >= settings.radii[true]
-    assert wrong <= 54
-    assert wrong >= 9  # the error is used: fewer has probability below 1e-5 at 3.5 %
 
 
 def test_a_confidence_sequence_ends_where_the_evidence_is_one_over_alpha() -> None:
@@ -73,15 +43,13 @@ def test_a_confidence_sequence_ends_where_the_evidence_is_one_over_alpha() -> No
     assert bound == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", [Cohen, TargetRadius, Anytime, TwoClass])
+@pytest.mark.parametrize("kind", [Cohen, TargetRadius])
 def test_labels_are_predicted_at_the_certificates_own_error(kind: type[Certificate]) -> None:
     more = {"radii": (0.1,)} if kind is TargetRadius else {}
     settings: Any = kind(sigma=SIGMA, n=200, n0=1, alpha=ALPHA, **more)  # type: ignore[call-arg]
     for hits, label in ((115, 0), (114, -1)):  # p values 0.040 and 0.056
-        assert (stats.binomtest(hits, 200).pvalue <= ALPHA) == (label == 0)
-        counter = Coin(0.5, 0)
-        counter.rng = None  # type: ignore[assignment]
-        counter.histogram = lambda *_, hits=hits: np.array([hits, 200 - hits])  # type: ignore[method-assign]
+        counts = np.array([hits, 200 - hits])
+        counter = SimpleNamespace(histogram=lambda *_, counts=counts: counts)
         assert settings.predict(counter, X, 0, 200, PLACE) == label
 
 
@@ -155,7 +123,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("counted", [99, 101, 200])
+@pytest.mark.parametrize("counted", [99, 200])
 @pytest.mark.parametrize("mode", CASES)
 def test_counts_of_another_number_of_draws_certify_nothing(mode: str, counted: int) -> None:
     settings, more = CASES[mode]
@@ -165,18 +133,3 @@ def test_counts_of_another_number_of_draws_certify_nothing(mode: str, counted: i
     ]
     with pytest.raises(ValueError, match=str(counted)):
         settings.decide(partials, PLACE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("alpha", [0.001, 0.03, 0.2])
-def test_predict_is_a_two_sided_test_at_alpha(alpha: float) -> None:
-    answered = 0
-    for second in range(41):
-        for first in range(second, 41):
-            if first == 0:
-                continue
-            exact = stats.binomtest(first, first + second).pvalue
-            label = predict(np.array([second, first, 0]), alpha)
-            assert label == (1 if exact <= alpha else -1), (first, second)
-            answered += label == 1
-    assert answered > 100

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
-from scipy import optimize, special, stats
+from scipy import special, stats
 from support import certificates
 from support.certificates import Data
 from support.networks import save_small_cnn
@@ -26,7 +24,6 @@ from dpdist.certification.score_bounds import (
     score_bounds_betting_one_sided,
 )
 from dpdist.certification.table_reader import recertify
-from dpdist.core.errors import UserError
 
 
 def test_betting_errs_no_more_often_than_allowed() -> None:
@@ -41,23 +38,6 @@ def test_betting_errs_no_more_often_than_allowed() -> None:
         chance = stats.multinomial.pmf(counts, n, shares)
         worst = max(worst, float(chance[bounds > mean].sum()))
     assert alpha / 20 < worst <= alpha
-
-
-def test_the_bound_is_where_the_capital_is_one_over_alpha() -> None:
-    rng = np.random.default_rng(0)
-    scores, alpha = np.linspace(0, 1, 40), 0.003
-    counts = np.bincount(rng.integers(25, 40, 150), minlength=40)
-
-    def capital(mean: float) -> float:
-        stakes = special.expit(np.linspace(-9, 7, 48))
-        draws = np.repeat(scores, counts)
-        return float(np.mean(np.prod(1 - stakes[:, None] * (1 - draws / mean), axis=1)))
-
-    expected = optimize.brentq(lambda m: math.log(capital(m) * alpha), 0.5, 0.999)
-    found = betting_lower_bound(counts, scores, alpha)
-    assert found == pytest.approx(expected, rel=1e-9) and found <= expected
-    assert betting_lower_bound(np.zeros(5, np.int64), scores[:5], 0.1) == 0
-    assert betting_lower_bound(np.array([40]), np.array([0.0]), 0.1) == 0
 
 
 def test_bins_state_no_more_than_the_scores_themselves() -> None:
@@ -83,16 +63,11 @@ def test_bins_state_no_more_than_the_scores_themselves() -> None:
 def test_a_table_of_bets(here: None, tmp_path: Path) -> None:
     model = save_small_cnn(tmp_path / "model", noise=0.3)
     section = {"n": 1130, "n0": 50, "alpha": 0.05, "batch": 100, "seed": "5", "backend": "eager"}
-    plain = certificates.certify(model, Data(3), settings_of(section), tmp_path / "plain", actors=1)
     for one_sided in (False, True):
         settings = settings_of({**section, "bound": "betting", "one_sided": one_sided})
         assert type(settings) is BettingScores
         home = tmp_path / settings.folder_name
-        table = certificates.certify(model, Data(3), settings, home, actors=1)
-        again = certificates.certify(model, Data(3), settings, tmp_path / f"{one_sided}", actors=3,
-                            chunk_seconds=1e-3)  # fmt: skip
-        assert table.equals(again, check_metadata=True)
-        assert table["sums"].equals(plain["sums"]) and table["selected"].equals(plain["selected"])
+        table = certificates.certify(model, Data(3), settings, home, actors=2, chunk_seconds=1e-3)
         for row in table.to_pylist():
             bins = [np.reshape(row[name], (3, -1)) for name in ("bins", "excess")]
             assert (bins[0] @ BIN_EDGES[:-1] + bins[1].sum(1)).tolist() == row["sums"]
@@ -106,7 +81,3 @@ def test_a_table_of_bets(here: None, tmp_path: Path) -> None:
         assert (looser["p_lower"].to_numpy() > table["p_lower"].to_numpy()).all()
         again_by, _ = found.certificate_class.recreate(found, "linf", 100)
         assert (again_by.one_sided, again_by.norm) == (one_sided, "linf")
-        bad = table.to_pylist()
-        bad[0]["bins"][3] += 1
-        with pytest.raises(UserError, match="damaged"):
-            BettingScores.check_table(pa.Table.from_pylist(bad, schema=table.schema), "x")

@@ -14,26 +14,6 @@ _METRICS = {"l1": "cityblock", "l2": "euclidean", "linf": "chebyshev"}
 _ROWS = 500
 
 
-def contradictions(
-    inputs: np.ndarray, predictions: np.ndarray, radii: np.ndarray, norm: str
-) -> list[tuple[int, int]]:
-    """Pairs of rows whose certificates exclude each other; empty for any valid set of certificates.
-
-    inputs: (N, ...); predictions: (N,), -1 for abstentions; radii: (N,) certified at these inputs
-    in ``norm`` ("l1", "l2", "linf"), in the units of ``inputs``.
-    """
-    flat, predictions = _flat(inputs), np.asarray(predictions)
-    rows = np.flatnonzero((predictions != -1) & (np.asarray(radii) > 0))
-    reach = np.asarray(radii, dtype=np.float64)
-    found = []
-    for block in np.array_split(rows, max(1, len(rows) // _ROWS)):
-        distances = cdist(flat[block], flat[rows], _metric(norm))
-        close = distances < reach[block][:, None] + reach[rows][None, :]
-        close &= predictions[block][:, None] != predictions[rows][None, :]
-        found += [(int(block[i]), int(rows[j])) for i, j in zip(*np.nonzero(close), strict=True)]
-    return [(i, j) for i, j in found if i < j]
-
-
 def certified_accuracy_ceiling(
     inputs: np.ndarray, labels: np.ndarray, radius: float, norm: str
 ) -> float:
