@@ -108,13 +108,3 @@ def test_bounds_of_few_hits_have_no_jump(draws: int, alpha: float) -> None:
     for k, bound in zip(hits[1:], upper[1:], strict=True):
         missed = 1 - exact_upper_tail(int(k) + 1, draws, bound)  # Pr[at most k hits] at the bound
         assert missed == pytest.approx(alpha, rel=1e-6)
-
-
-def test_coverage_is_computed_exactly() -> None:
-    # Error at the true p, by exact enumeration: at most alpha, and not by orders less.
-    alpha, n = 0.01, 200
-    k = np.arange(n + 1)
-    lower = binomial.clopper_pearson_lower(k, n, alpha)
-    errors = [stats.binom.pmf(k[lower > p], n, p).sum() for p in np.linspace(0.05, 0.95, 37)]
-    assert max(errors) <= alpha
-    assert max(errors) > alpha / 3

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from support import certificates
 from support.certificates import Data, with_changes
 from support.local_execution import TestExecutor, run_without_ray
@@ -34,7 +33,6 @@ from dpdist.certification.inference import (
     Philox,
     choose_backend,
 )
-from dpdist.certification.noise import NOISES
 from dpdist.certification.predict import Predictor
 from dpdist.certification.registry import settings_of
 from dpdist.certification.worker import (
@@ -42,7 +40,6 @@ from dpdist.certification.worker import (
     InputWorkUnit,
     KeyedGenerator,
     Worker,
-    expected_log_scores,
     probe,
 )
 from dpdist.core.errors import UserError
@@ -90,23 +87,6 @@ def test_every_bit_of_a_key_counts() -> None:
         share = [float((moved >> place & 1).double().mean()) for place in range(32)]
         # 2,000 coins for each place: 6 deviations, 23 x 32 places, false failure below 2e-6.
         assert max(abs(s - 0.5) for s in share) < 6 * 0.5 / np.sqrt(2000)
-
-
-LAWS = {
-    "gaussian": lambda s: stats.norm(scale=s),
-    "laplace": lambda s: stats.laplace(scale=s / np.sqrt(2)),
-    "uniform": lambda s: stats.uniform(-s * np.sqrt(3), 2 * s * np.sqrt(3)),
-}
-
-
-@pytest.mark.parametrize("name", NOISES)
-def test_noise_has_its_law_and_no_other(name: str) -> None:
-    values = Philox().fill(NOISES[name](0.5), KEY, torch.empty(100_001)).numpy()
-    assert stats.kstest(values, LAWS[name](0.5).cdf).pvalue > 1e-4
-    for wrong in (0.5 * 2 / 3, 0.5 * 3 / 2, 0.5 * 1.05):
-        assert stats.kstest(values, LAWS[name](wrong).cdf).pvalue < 1e-4
-    assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 5 / np.sqrt(1e5)
-    assert len(np.unique(values)) > 0.98 * len(values)  # no piece comes twice
 
 
 def network(noise: str) -> tuple[nn.Module, dict[str, Any]]:
@@ -161,45 +141,6 @@ def test_counts_are_those_of_the_generator_on_a_cpu(noise: str, mode: dict[str, 
     # The input goes there, counts of a block come back.
     assert seen.up == [SHAPE] and seen.waits == 0
     assert all(shape in ((3,), (3, 3)) for shape in seen.down) and len(seen.down) <= 4
-
-
-def test_aes_gives_its_own_numbers_there_too() -> None:
-    model, section = network("gaussian")
-    settings = settings_of({**section, "n0": 10, "n": 90, "batch": 50, "generator": "aes"})
-    x, verdicts = np.full(SHAPE, 0.4, np.float32), []
-    for device in (CPU, simulated_device()):
-        made = assignment(with_changes(settings, backend="eager"), model, device)
-        assert made.executed_spec.generator == "aes" and isinstance(made.stream, Aes)
-        verdicts.append(Worker(made).certify(x, 5))
-    assert verdicts[0] == verdicts[1]
-
-
-def test_batch_and_generator_are_chosen_once_for_the_device(monkeypatch) -> None:
-    """By its memory, and so that the last block is about full; a CPU's are as they were."""
-    model, section = network("gaussian")
-    module = torch.get_device_module(simulated_device())
-    settings = settings_of({**section, "n": 100_000, "backend": "eager"})
-    chosen = []
-    for free in (1 << 16, 1 << 18):
-        monkeypatch.setattr(type(module), "free", free)
-        spec = assignment(settings, model, simulated_device()).executed_spec
-        assert (spec.device, spec.generator, spec.machine) == (NAME, "philox", "Simulated 1")
-        chosen.append(spec.batch)
-        blocks = settings.num_units(spec.batch)
-        assert 0 <= blocks * spec.batch - settings.n < blocks
-    assert chosen[0] < chosen[1] <= settings.max_device_batch
-    spec = assignment(settings, model, CPU).executed_spec
-    assert (spec.batch, spec.generator) == (settings.default_batch, "aes")
-
-
-def test_another_kind_of_gpu_is_refused(monkeypatch) -> None:
-    model, section = network("gaussian")
-    settings = settings_of({**section, "n": 100, "backend": "eager"})
-    made = assignment(settings, model, simulated_device())
-    module = torch.get_device_module(simulated_device())
-    monkeypatch.setattr(type(module), "get_device_name", lambda *_: "Simulated 2")
-    with pytest.raises(UserError, match=r"Simulated 2, .* Simulated 1"):
-        Worker(made)
 
 
 def test_another_number_format_is_a_classifier_of_its_own() -> None:
@@ -291,11 +232,3 @@ def test_attacks_work_where_the_model_is(name, norm) -> None:
             )  # fmt: skip
     for a, b in zip(found[:2], found[2:], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
-
-
-def test_mean_scores_are_asked_where_the_model_is() -> None:
-    model, _ = network("hidden")
-    x = torch.rand(5, *SHAPE)
-    want = expected_log_scores(model.eval(), x, 3, seed="1")
-    got = expected_log_scores(model.to(simulated_device()), x.to(simulated_device()), 3, seed="1")
-    torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-6)

@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from support import certificates
 from support.batch_dependent import CLASSES, SHAPE, Inputs, Overflows, save
 from torch import Tensor, nn
 
 from dpdist import models
-from dpdist.certification import cohen, job, table_reader, variants
+from dpdist.certification import cohen, job, table_reader
 from dpdist.certification.certificate import counts_to_json, merge_partials, total_counts
-from dpdist.certification.noise import Gaussian
 from dpdist.certification.predict import Predictor
 from dpdist.certification.registry import settings_of
 from dpdist.certification.score_bounds import SCORE_UNIT
@@ -98,29 +96,6 @@ def test_nor_does_it_make_an_early_test_certain(here: None, tmp_path: Path) -> N
     for row in rows[64:]:
         assert abs(row["k"] / row["n"] - 0.7) < 5 * np.sqrt(0.21 / row["n"])
         assert row["p_lower"] < 0.75 and row["n"] < 2000
-
-
-@pytest.mark.slow
-def test_no_certificate_is_false_more_often_than_stated() -> None:
-    """Exact, over all outcomes of 25 draws of two classes and none, whatever their shares."""
-    n, alpha, noise = 25, 0.1, Gaussian(0.5)
-    for first, none in ((0.45, 0.5), (0.55, 0.45), (0.48, 0.02)):
-        shares = np.array([first, max(0.0, 1 - first - none), none])
-        true = 0.5 * stats.norm.ppf(shares[0]) if shares[0] > 0.5 else 0.0
-        both = 0.25 * (stats.norm.ppf(shares[0]) - stats.norm.ppf(shares[1:].max()))
-        wrong = np.zeros(3)
-        for a in range(n + 1):
-            for b in range(n + 1 - a):
-                counts = np.array([a, b])
-                mass = stats.multinomial.pmf([a, b, n - a - b], n, shares)
-                fixed = cohen.certify(0, counts, alpha, noise, draws=n)
-                two = variants.certify_against_runner_up(0, counts, alpha, noise, n)
-                label = cohen.predict(counts, alpha, n)
-                wrong += mass * np.array([
-                    fixed.radius > true, two.radius > max(both, 0.0),
-                    label not in (-1, int(shares.argmax())),
-                ])  # fmt: skip
-        assert wrong.max() <= alpha, (shares, wrong)
 
 
 def test_the_label_is_an_outcome_against_no_class() -> None:

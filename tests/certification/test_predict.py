@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import itertools
+import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from scipy import stats
+from support.local_execution import call
 from torch import nn
 
 from dpdist import models
@@ -25,7 +30,7 @@ class Threshold(nn.Module):
         return torch.cat([-score, score], 1)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A known sequence in place of the operating system's secret one."""
     seeds = itertools.count()
@@ -56,19 +61,7 @@ def test_a_model_that_looks_at_its_batch_is_not_certified() -> None:
         require_attackable(counting_assignment(BatchMean(), NoNoise(), 2, inputs, source, n=1))
 
 
-class OwnRows(Threshold):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.view(len(x), -1).view(-1, 1, 2, 2))
-
-
-@pytest.mark.parametrize("n0", [1, 250])
-def test_a_form_is_chosen_for_all_rows_that_are_executed(n0: int) -> None:
-    # A trace holds the number of rows that it was made at.
-    it = Predictor(OwnRows(), Cohen(sigma=0.25, n=2000, n0=n0, backend="frozen"), 2, (1, 2, 2))
-    assert it.certify(torch.full((1, 2, 2), 0.75)).prediction == 1
-
-
-def test_labels_and_abstention_under_fresh_noise() -> None:
+def test_labels_and_abstention_under_fresh_noise(seeded: None) -> None:
     it = predictor()
     # Equal counts would be noise that is used again, by one predictor or by several.
     x = torch.full((1, 2, 2), 0.75)
@@ -101,3 +94,36 @@ def test_a_label_is_wrong_with_the_stated_probability_and_no_larger() -> None:
         ]
         errors.append(float(stats.binom.pmf(decided, draws, 0.5).sum()))
     assert 0.8 * alpha < max(errors) <= alpha * (1 + 1e-9)
+
+
+@pytest.fixture
+def runs(golden, tmp_path: Path) -> Path:
+    """A trained run named x that is not certified yet."""
+    folder = golden("digits", tmp_path)
+    shutil.rmtree(folder.certificates)
+    return tmp_path
+
+
+def good(*arguments: object) -> str:
+    result = call(*arguments)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.stdout
+
+
+def test_predict(runs: Path) -> None:
+    import dpdist.data
+
+    test = dpdist.data.load(dpdist.data.DataSource("digits", 10), "test")
+    image = np.array(test.inputs[0])
+    pixels = image[0] if image.dtype == np.uint8 else (image[0] * 255).astype(np.uint8)
+    Image.fromarray(pixels).save(runs / "a.png")
+    np.save(runs / "b.npy", test.batch(slice(0, 1))[0].numpy())
+    images = (runs / "a.png", runs / "b.npy")
+    lines = good(
+        "predict", "x", *images, "--runs", runs, "--json", "--set", "certify.n=2000"
+    ).splitlines()
+    answers = [json.loads(line) for line in lines]
+    assert [answer["label"] for answer in answers] == [int(test.labels[0])] * 2
+    assert all(0 < answer["radius"] < 1.2 and not answer["abstain"] for answer in answers)
+    text = good("predict", "x", runs / "a.png", "--runs", runs, "--label-only")
+    assert text.strip() == f"{runs / 'a.png'}: {int(test.labels[0])}"
