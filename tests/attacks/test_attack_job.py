@@ -10,17 +10,26 @@ import pytest
 import torch
 from scipy import stats
 from support import certificates, vote_score_disagreement
+from support.batch_dependent import Inputs, save
 from support.certificates import Data
 from support.networks import save_small_cnn
 from support.separable_points import Points
+from torch import Tensor, nn
 
 from dpdist import models
+from dpdist.attacks.gradient_attacks import (
+    RandomizedClassifier,
+    _best,
+    success_score,
+)
 from dpdist.attacks.job import MeanScores
 from dpdist.attacks.settings import AttackSettings
 from dpdist.attacks.table import TABLE, read_attack
-from dpdist.certification import inference, score_bounds
+from dpdist.certification import inference, reexecution, score_bounds
+from dpdist.certification import job as certifying
+from dpdist.certification.registry import settings_of
 from dpdist.certification.score_bounds import SCORE_UNIT
-from dpdist.core.errors import UserError
+from dpdist.core.errors import InvalidResultsError, UserError
 
 FakeData = partial(Data, count=12)
 
@@ -63,7 +72,9 @@ def reference(here: None, model_folder: Path, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.slow
-def test_every_attack_size_and_input_is_there(model_folder: Path, tmp_path: Path) -> None:
+def test_every_attack_size_and_input_is_there(
+    here: None, model_folder: Path, tmp_path: Path
+) -> None:
     for actors in (1, 3):
         certificates.attack_model(
             model_folder, FakeData(), SMOOTHED, tmp_path / f"{actors}", actors=actors
@@ -189,3 +200,88 @@ def test_predicted_labels_are_those_of_the_clean_input(
     clean = {r["index"]: r["prediction"] for r in found if r["attack"] == "none"}
     attacked = {r["index"]: r["prediction"] for r in found if r["attack"] == "pgd"}
     assert np.mean([attacked[i] != clean[i] for i in clean]) > 0.7
+
+
+FEW = SETTINGS.model_copy(
+    update={"sizes": (0.2,), "attacks": ("pgd",), "steps": 2, "batch": 4, "n": 50, "samples": 2}
+)
+FEW_SMOOTHED = FEW.model_copy(update={"sigma": 0.1})
+INPUTS = Inputs(72, marked=True)
+
+
+def attack_inputs(kind: str, settings: AttackSettings, tmp_path: Path, name: str = "out") -> Path:
+    spec = save(kind, tmp_path / "model")
+    certificates.attack_model(
+        tmp_path / "model", INPUTS, settings, tmp_path / name, actors=2, trusted_factory=spec.name
+    )
+    return tmp_path / name / TABLE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [FEW, FEW_SMOOTHED], ids=["deterministic", "smoothed"])
+def test_an_input_without_a_class_is_neither_right_nor_wrong(
+    here: None, tmp_path: Path, settings: AttackSettings
+) -> None:
+    """It was class 0, and right under any attack where that is the label."""
+    found = attack_inputs("Overflows", settings, tmp_path)
+    marked = [row for row in pq.read_table(found).to_pylist() if row["index"] >= 64]
+    assert len(marked) == 16
+    assert {(row["prediction"], row["hits"]) for row in marked} == {(-1, 0)}
+    shares = read_attack(found).outcome_shares("none", 0.0)
+    assert shares.abstained >= 8 / 72
+    assert sum((shares.correct, shares.abstained, shares.wrong)) == pytest.approx(1)
+
+
+class Half(nn.Module):
+    """No number where the first one is above 1/2."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        score = torch.where(x[:, :1] > 0.5, torch.nan, x[:, :1] - 0.2)
+        return torch.cat([-score, score], 1)
+
+
+def test_a_point_without_an_answer_is_no_success() -> None:
+    x, targets = torch.tensor([[0.6], [0.1], [0.3]]), torch.tensor([1, 1, 1])
+    classifier = RandomizedClassifier(Half())
+    scores = success_score(classifier, x, targets, None)
+    assert scores[0] == 0 and scores[1] >= 1 and 0 < scores[2] < 1
+    # Nor does it keep a later restart from being one.
+    best = _best(classifier, targets[:1], None, iter([x[:1], x[1:2]]))
+    assert best.tolist() == x[1:2].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "settings"), [("EarlyExit", FEW), ("Cached", FEW_SMOOTHED)])
+def test_answers_that_depend_on_the_batch_stop_an_attack(
+    here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, settings: AttackSettings
+) -> None:
+    monkeypatch.setattr(reexecution, "EXPECTED_ROWS", 10**6)
+    for _ in range(2):  # nor does a second call continue it
+        with pytest.raises(InvalidResultsError):
+            attack_inputs(kind, settings, tmp_path)
+        assert not (tmp_path / "out" / TABLE).exists()
+
+
+@pytest.mark.parametrize("settings", [FEW, FEW_SMOOTHED], ids=["deterministic", "smoothed"])
+def test_experts_are_not_attacked(here: None, tmp_path: Path, settings: AttackSettings) -> None:
+    with pytest.raises(UserError, match="its batch"):
+        attack_inputs("Experts", settings, tmp_path)
+    assert not (tmp_path / "out" / TABLE).exists()
+
+
+def test_a_check_of_certificates_looks_too(
+    here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = save("Honest", tmp_path / "model")
+    settings = settings_of({"sigma": 0.1, "n0": 20, "n": 200, "batch": 100, "seed": "1"})
+    trusted = {"actors": 1, "trusted_factory": spec.name}
+    certificates.certify(tmp_path / "model", INPUTS, settings, tmp_path / "table", **trusted)
+    asked = set()
+    monkeypatch.setattr(
+        reexecution.Reexecution, "__call__", lambda self, index, *_: asked.add(index)
+    )
+    table, _ = certificates.check_certificates(
+        tmp_path / "model", INPUTS, tmp_path / "table" / certifying.TABLE, FEW,
+        tmp_path / "check", **trusted,
+    )  # fmt: skip
+    assert asked == set(table["index"].to_pylist())
