@@ -29,7 +29,7 @@ COST = {"e2e": 100, "slow": 20}  # about, in fifths of a second; of others 1
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ["COLUMNS"] = "10000"  # no line is wrapped, but in test_rows.py
+    os.environ["COLUMNS"] = "10000"  # no line is wrapped
     if config.pluginmanager.has_plugin("terminalreporter"):
         config.get_terminal_writer().fullwidth = 100  # of pytest's own lines
     if "not slow" not in config.option.markexpr:

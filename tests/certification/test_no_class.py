@@ -8,22 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from support import certificates
-from support.batch_dependent import CLASSES, SHAPE, Honest, Inputs, Overflows, save
+from support.batch_dependent import CLASSES, SHAPE, Inputs, Overflows, save
 from torch import Tensor, nn
 
 from dpdist import models
-from dpdist.certification import cohen, job, table_reader, variants
+from dpdist.certification import cohen, job, table_reader
 from dpdist.certification.certificate import counts_to_json, merge_partials, total_counts
-from dpdist.certification.noise import Gaussian
 from dpdist.certification.predict import Predictor
 from dpdist.certification.registry import settings_of
-from dpdist.certification.score_bounds import SCORE_UNIT, score_bounds_counts
-from dpdist.certification.statistics import population_bounds
+from dpdist.certification.score_bounds import SCORE_UNIT
 from dpdist.certification.table_reader import achievable_label_radii, recertify
 from dpdist.certification.worker import HiddenNoiseCounter, count_classes, expected_log_scores
-from dpdist.core.binomial import clopper_pearson_lower, two_sided_p_value
+from dpdist.core.binomial import two_sided_p_value
 from dpdist.models import NO_CLASS, predicted_classes, softmax_scores
 from dpdist.randomness import keys
 from dpdist.randomness.keys import StreamKeys
@@ -38,7 +35,7 @@ ROWS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_only_rows_of_numbers_have_a_class(dtype: torch.dtype) -> None:
     logits = torch.tensor(ROWS, dtype=dtype)
     assert predicted_classes(logits).tolist() == [NO_CLASS] * 6 + [1, 0]
@@ -48,44 +45,31 @@ def test_only_rows_of_numbers_have_a_class(dtype: torch.dtype) -> None:
     assert (scores[:6] == 0).all() and torch.equal(scores[6:], torch.softmax(logits[6:], 1))
 
 
-# ---- tables
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mode",
-    [{}, {"mode": "two-class"}, {"mode": "anytime", "radii": (0.01,)},
-     {"mode": "target-radius", "radii": (0.01, 0.05)}],
-    ids=lambda mode: mode.get("mode", "fixed"),
-)  # fmt: skip
+    "mode", [{}, {"mode": "anytime", "radii": (0.01,)}], ids=["fixed", "anytime"]
+)
 def test_what_no_check_input_shows_is_certified_as_nothing(
     here: None, tmp_path: Path, mode: dict[str, Any]
 ) -> None:
-    tables = {}
-    for kind in ("Overflows", "Honest"):
-        spec = save(kind, tmp_path / kind)
-        tables[kind] = certificates.certify(
-            tmp_path / kind, Inputs(72, marked=True), settings_of(SETTINGS | mode),
-            tmp_path / f"{kind}-out", actors=2, chunk_seconds=1e-3, trusted_factory=spec.name,
-        ).to_pylist()  # fmt: skip
-    assert [row["prediction"] for row in tables["Overflows"][64:]] == [-1] * 8
-    for row in tables["Overflows"][64:]:
-        assert (row["radius"], row["k"], row["histogram"] or [0, 0, 0]) == (0.0, 0, [0, 0, 0])
-        assert row["n"] == (200 if mode.get("mode") in (None, "two-class") else row["n"]) > 0
-    # An honest one of the same file names certifies them; nothing else depends on the marked ones.
-    assert any(row["prediction"] >= 0 for row in tables["Honest"][64:])
-    found = table_reader.read(tmp_path / "Overflows-out" / job.TABLE)
-    assert found.certified_accuracy(0.0) == np.mean([
-        row["prediction"] == row["label"] for row in tables["Overflows"]
-    ])  # fmt: skip
+    spec = save("Overflows", tmp_path / "model")
+    rows = certificates.certify(
+        tmp_path / "model", Inputs(72, marked=True), settings_of(SETTINGS | mode),
+        tmp_path / "out", actors=2, chunk_seconds=1e-3, trusted_factory=spec.name,
+    ).to_pylist()  # fmt: skip
+    assert any(row["prediction"] >= 0 for row in rows[:64])
+    for row in rows[64:]:
+        assert (row["prediction"], row["radius"], row["k"]) == (-1, 0.0, 0)
+        assert not any(row["histogram"] or []) and row["n"] > 0
+    found = table_reader.read(tmp_path / "out" / job.TABLE)
+    assert found.certified_accuracy(0.0) == np.mean(
+        [row["prediction"] == row["label"] for row in rows]
+    )
     assert not found.correct[64:].any() and not found.size_if_correct()[64:].clip(0).any()
-    for stated in population_bounds(found, (0.01,)):
-        right = int((found.size_if_correct() >= 0.01).sum())
-        assert stated.accuracy_lower_bound <= clopper_pearson_lower(right, 72, 0.05)
     if not mode:
         assert (achievable_label_radii(found.table)[64:] <= 0).all()  # type: ignore[index]
         looser = recertify(found.table, 0.2).to_pylist()
-        assert [row["prediction"] for row in looser[64:]] == [-1] * 8
+        assert {row["prediction"] for row in looser[64:]} == {-1}
 
 
 class Sometimes(nn.Module):
@@ -101,43 +85,17 @@ class Sometimes(nn.Module):
         return torch.cat([score, -score, score - 100], 1)
 
 
-def undefined(tmp_path: Path, mode: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of inputs at which three in ten draws have no class, and the others the first one."""
-    spec = save("Flickers", tmp_path / "model")
-    settings = settings_of(SETTINGS | {"n": 2000, "batch": 100} | mode)
-    certificates.certify(tmp_path / "model", Inputs(66, marked=True), settings, tmp_path / "out",
-                actors=1, chunk_seconds=1e-3, trusted_factory=spec.name)  # fmt: skip
-    return table_reader.read(tmp_path / "out" / job.TABLE).table.to_pylist()[64:]
-
-
 def test_nor_does_it_make_an_early_test_certain(here: None, tmp_path: Path) -> None:
-    """With the draws of a class alone for all draws, the share would be 1."""
-    for row in undefined(tmp_path, {"mode": "anytime", "radii": (0.2,)}):
+    """Three in ten draws have no class: with the others alone for all, the share would be 1."""
+    spec = save("Flickers", tmp_path / "model")
+    mode = {"n": 2000, "batch": 100, "mode": "anytime", "radii": (0.2,)}
+    rows = certificates.certify(
+        tmp_path / "model", Inputs(66, marked=True), settings_of(SETTINGS | mode),
+        tmp_path / "out", actors=1, chunk_seconds=1e-3, trusted_factory=spec.name,
+    ).to_pylist()  # fmt: skip
+    for row in rows[64:]:
         assert abs(row["k"] / row["n"] - 0.7) < 5 * np.sqrt(0.21 / row["n"])
         assert row["p_lower"] < 0.75 and row["n"] < 2000
-
-
-@pytest.mark.slow
-def test_no_certificate_is_false_more_often_than_stated() -> None:
-    """Exact, over all outcomes of 25 draws of two classes and none, whatever their shares."""
-    n, alpha, noise = 25, 0.1, Gaussian(0.5)
-    for first, none in ((0.5, 0.3), (0.45, 0.5), (0.55, 0.45), (0.4, 0.2), (0.48, 0.02)):
-        shares = np.array([first, max(0.0, 1 - first - none), none])
-        wrong = dict.fromkeys(("fixed", "two-class", "label"), 0.0)
-        for a in range(n + 1):
-            for b in range(n + 1 - a):
-                counts = np.array([a, b])
-                mass = stats.multinomial.pmf([a, b, n - a - b], n, shares)
-                true = 0.5 * stats.norm.ppf(shares[0]) if shares[0] > 0.5 else 0.0
-                found = cohen.certify(0, counts, alpha, noise, draws=n)
-                wrong["fixed"] += mass * (found.radius > true)
-                both = 0.25 * (stats.norm.ppf(shares[0]) - stats.norm.ppf(shares[1:].max()))
-                found = variants.certify_against_runner_up(0, counts, alpha, noise, n)
-                wrong["two-class"] += mass * (found.radius > max(both, 0.0))
-                label = cohen.predict(counts, alpha, n)
-                best = int(shares.argmax())
-                wrong["label"] += mass * (label not in (-1, best))
-        assert max(wrong.values()) <= alpha, (shares, wrong)
 
 
 def test_the_label_is_an_outcome_against_no_class() -> None:
@@ -155,17 +113,11 @@ def test_counts_of_another_number_of_draws_are_refused() -> None:
     assert some == {"histogram": [3, 4]}  # as ever where all draws have a class
     others = counts_to_json(np.array([1, 0]), 5)
     assert others == {"histogram": [1, 0], "undefined": [4]}
-    for parts in ([some, others], [others, some], [merge_partials(some, others)],
-        [merge_partials(others, some)],
-                  ):  # fmt: skip
+    for parts in ([some, others], [merge_partials(others, some)]):
         assert total_counts(parts, "histogram", 12).tolist() == [4, 4]
         for wrong in (8, 11, 13):
             with pytest.raises(ValueError, match=str(wrong)):
                 total_counts(parts, "histogram", wrong)
-    assert total_counts([merge_partials(others, others), some], "histogram", 17).tolist() == [5, 4]
-
-
-# ---- scores
 
 
 def test_scores_of_what_is_no_number_are_zero() -> None:
@@ -195,10 +147,9 @@ def noisy() -> nn.Module:
 
 @pytest.mark.parametrize(
     "section",
-    [{"bound": "hoeffding"}, {"bound": "bernstein"}, {"bound": "counts"}, {"bound": "betting"},
-     {"mode": "target-scores", "radii": (0.001,)}],
+    [{"bound": "counts"}, {"bound": "betting"}, {"mode": "target-scores", "radii": (0.001,)}],
     ids=lambda section: str(next(iter(section.values()))),
-)  # fmt: skip
+)
 def test_expected_scores_have_no_class_there_either(section: dict[str, Any]) -> None:
     model = noisy()
     settings = settings_of({"n": 1000, "n0": 50, "alpha": 0.05, "batch": 250, **section})
@@ -214,12 +165,6 @@ def test_expected_scores_have_no_class_there_either(section: dict[str, Any]) -> 
         assert half.p_lower < 0.6 < right.p_lower and half.radius < right.radius
 
 
-def test_counts_bound_scores_by_all_draws() -> None:
-    bounds = score_bounds_counts(np.array([300, 10, 0]), 0.95, 1000)
-    assert bounds.p_a < 0.31 and bounds.upper[0] < 0.36
-    assert score_bounds_counts(np.array([300, 10, 0]), 0.95).p_a > 0.9
-
-
 def test_mean_scores_leave_out_what_is_no_number() -> None:
     model = noisy()
     x = torch.tensor([[4.0, 9.0, 0.0], [4.0, -9.0, 0.0], [4.0, -2.0, 0.0], [-900.0, 9.0, 0.0]])
@@ -229,9 +174,6 @@ def test_mean_scores_leave_out_what_is_no_number() -> None:
     assert 0.2 < float(found[2].exp().sum()) < 0.8  # four standard deviations; seeded
 
 
-# ---- one input at a time
-
-
 def test_predictions_abstain() -> None:
     marked = Inputs(65, marked=True).batch(slice(64, 65))[0]
     settings = settings_of({"sigma": 0.1, "n": 500})
@@ -239,7 +181,3 @@ def test_predictions_abstain() -> None:
     assert predictor.predict(marked) == -1
     found = predictor.certify(marked)
     assert (found.prediction, found.radius, found.k) == (-1, 0.0, 0)
-    # Its class has probability 0.62 under secret noise: it abstains with probability below 1e-11.
-    settings = settings_of({"sigma": 0.1, "n0": 1000, "n": 2000})
-    honest = Predictor(Honest().eval(), settings, CLASSES, SHAPE)
-    assert honest.certify(marked).prediction >= 0

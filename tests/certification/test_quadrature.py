@@ -26,14 +26,13 @@ from torch import nn
 from dpdist import models
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification import job, table_reader
-from dpdist.certification import table as tables
 from dpdist.certification.certificate import CombinedNoise
-from dpdist.certification.cohen import Cohen, combined_noise_of_table
+from dpdist.certification.cohen import Cohen
 from dpdist.certification.predict import Predictor
 from dpdist.certification.registry import settings_of
 from dpdist.certification.score_bounds import ScoreBounds, pure_epsilon
 from dpdist.certification.statistics import certified_rows
-from dpdist.certification.table_reader import achievable_label_radii, recertify
+from dpdist.certification.table_reader import recertify
 from dpdist.certification.worker import combined_noise_of_model
 from dpdist.core.errors import UserError
 from dpdist.models.zoo import NormalizedNetwork
@@ -71,8 +70,7 @@ def lengths(layer: nn.Linear, variances: torch.Tensor, directions: torch.Tensor)
     return (moved * torch.linalg.solve(covariance, moved.T).T).sum(1).sqrt()
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(6, 4), (3, 4)])
-@pytest.mark.parametrize("scale", [0.05, 0.5, 5.0])
+@pytest.mark.parametrize(("rows", "columns", "scale"), [(6, 4, 0.05), (6, 4, 0.5), (3, 4, 5.0)])
 def test_no_direction_moves_further_than_the_rule_says(rows, columns, scale) -> None:
     """10^5 directions, heterogeneous noise; the worst one reaches the bound."""
     layer = dense(rows, columns)
@@ -93,9 +91,6 @@ def test_no_direction_moves_further_than_the_rule_says(rows, columns, scale) -> 
     unweighted = float(torch.linalg.matrix_norm(layer.weight.detach().double(), 2))
     if unweighted < both.sensitivity:
         assert 1 / math.hypot(SIGMA, both.hidden_std / unweighted) < worst
-
-
-# ---- two classes, one plane: the distance is known
 
 
 def plane(weight: float = 5.0, std: float = 1.7678, twist: float = 2.0) -> nn.Module:
@@ -125,7 +120,7 @@ def both_of(model: nn.Module) -> CombinedNoise:
 
 
 # A lower bound at 1e-6 is 0.006 below p: the radius falls short by less than 4 %.
-@pytest.mark.parametrize("std", [1.0, 1.7678, 3.0])
+@pytest.mark.parametrize("std", [1.0, 3.0])
 def test_a_plane_is_certified_up_to_its_distance(std: float) -> None:
     model = plane(std=std)
     both = both_of(model)
@@ -142,25 +137,6 @@ def test_a_plane_is_certified_up_to_its_distance(std: float) -> None:
     assert max(both.sigma, both.hidden_as_input_sigma) * z < 0.93 * distance
 
 
-@pytest.mark.parametrize("mode", ["target-radius", "anytime"])
-def test_sequential_tests_decide_radii_under_both_noises(mode: str) -> None:
-    model = plane()
-    both = both_of(model)
-    distance = 0.9 * both.combined_sigma
-    x = torch.tensor([distance, 0.3, -2.0])
-    radii = (0.5 * distance, 0.93 * distance, 1.02 * distance)
-    # neither noise alone certifies that
-    assert radii[1] > 0.9 * max(both.sigma, both.hidden_as_input_sigma)
-    settings = settings_of(
-        {"sigma": SIGMA, "n": 100_000, "alpha": 1e-6, "mode": mode, "radii": radii}
-    )
-    verdict = Predictor(model, settings, 2, (3,)).certify(x)
-    assert verdict.prediction == 1 and 0.92 * distance <= verdict.radius <= distance
-
-
-# ---- in bulk, and under attack
-
-
 POINTS = Points(3)
 
 
@@ -175,15 +151,12 @@ def factory(input_shape: tuple[int, ...], classes: int) -> nn.Module:
 def certified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A table of the plane, certified under both noises in equal parts."""
     run_without_ray(monkeypatch)
-    return certify_plane(tmp_path)
-
-
-def certify_plane(home: Path, **more: object) -> Path:
-    models.save(plane(), SPEC, home / "model")
-    given = {"sigma": SIGMA, "n0": 50, "n": 1000, "batch": 200, "seed": "1"}
-    settings = settings_of({**given, **more})
-    certificates.certify(home / "model", POINTS, settings, home / "c", trusted_factory=SPEC.name)
-    return home / "c" / job.TABLE
+    models.save(plane(), SPEC, tmp_path / "model")
+    settings = settings_of({"sigma": SIGMA, "n0": 50, "n": 1000, "batch": 200, "seed": "1"})
+    certificates.certify(
+        tmp_path / "model", POINTS, settings, tmp_path / "c", trusted_factory=SPEC.name
+    )
+    return tmp_path / "c" / job.TABLE
 
 
 def test_the_table_states_what_holds_and_names_what_does_not(certified: Path) -> None:
@@ -207,63 +180,24 @@ def test_the_table_states_what_holds_and_names_what_does_not(certified: Path) ->
     p = [Cohen.lower_bound(k, 1000, 1e-5) for k in stricter["k"].to_pylist()]
     want = [both.combined_sigma * stats.norm.ppf(q) if q > 0.5 else 0.0 for q in p]
     assert stricter["radius"].to_pylist() == pytest.approx(want, rel=1e-9)
-    # Nothing beyond what the label's own probability could give: about 0.5 / both is possible.
-    reach = achievable_label_radii(found.table)
-    assert reach is not None
-    assert (reach >= 0.3).mean() > 0.3 and (reach >= 4 * both.combined_sigma).mean() < 0.1
     assert any("kappa + phi (does not hold)" in row.name for row in certified_rows(found))
 
 
-def test_the_sum_is_refuted_by_attack_and_the_rule_is_not(certified: Path) -> None:
-    def contradictions(claim: str | None) -> int:
-        attack = AttackSettings(attacks=("pgd",), steps=5, samples=4, seed="2", batch=30)
-        output = certified.parent.parent / f"check-{claim}"
-        model = certified.parent.parent / "model"
+def test_the_sum_is_refuted_by_attack_and_the_rule_is_not(certified: Path, tmp_path: Path) -> None:
+    attack = AttackSettings(attacks=("pgd",), steps=5, samples=4, seed="2", batch=30)
+    for claim, holds in ((None, True), ("hidden_l2", True), ("as_printed_l2", False)):
         _, verdict = check_certificates(
-            model, POINTS, certified, attack, output, claim=claim, trusted_factory=SPEC.name
-        )
-        assert verdict.plausible == (verdict.contradictions <= verdict.allowed)
-        return verdict.contradictions - verdict.allowed
-
-    assert contradictions(None) <= 0 and contradictions("hidden_l2") <= 0
-    assert contradictions("as_printed_l2") > 0
-
-
-def test_a_damaged_description_is_named(certified: Path) -> None:
-    table = tables.read(certified)
-    rows, about = table.to_pylist(), tables.read_job_record(table)
-    for change, key in (
-        ({"sensitivity": {}}, r"sensitivity\.l2"),
-        ({"hidden": "much"}, "hidden"),
-        ({"hidden": 0.0}, "hidden"),
-    ):
-        with pytest.raises(UserError, match=key):
-            combined_noise_of_table(tables.build(rows, about | change))
-
-
-@pytest.mark.parametrize("mode", ["fixed", "target-radius", "anytime"])
-def test_a_description_that_its_radii_do_not_follow_from_is_refused(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_without_ray(monkeypatch)
-    table = table_reader.read(certify_plane(tmp_path, mode=mode, radii=[0.0, 0.1, 0.3])).table
-    rows, about = table.to_pylist(), tables.read_job_record(table)
-    assert max(row["radius"] for row in rows) > 0
-    for change in ({"hidden": about["hidden"] * 1.001}, {"sensitivity": {"l2": 0.1}}):
-        changed = tables.build(rows, about | change, table.schema.remove_metadata())
-        tables.write(changed, tmp_path / "t.parquet")
-        with pytest.raises(UserError, match="input"):
-            table_reader.read(tmp_path / "t.parquet")
-
-
-# ---- where there is nothing to add
+            tmp_path / "model", POINTS, certified, attack, tmp_path / f"check-{claim}",
+            claim=claim, trusted_factory=SPEC.name,
+        )  # fmt: skip
+        assert verdict.plausible == (verdict.contradictions <= verdict.allowed) == holds
 
 
 def test_only_affine_additive_noise_everywhere_counts() -> None:
     layer = dense(4, 3)
     model = nn.Sequential(layer, nn.ReLU(), nn.Linear(4, 2)).eval()
 
-    def found(place) -> CombinedNoise | None:
+    def found(place, model: nn.Module = model) -> CombinedNoise | None:
         return combined_noise_of_model(place, model, (3,), SIGMA)
 
     one = found(ModuleNoise({"0": 0.5, "2": 3.0}, input_std=SIGMA))
@@ -272,24 +206,19 @@ def test_only_affine_additive_noise_everywhere_counts() -> None:
     norm = float(torch.linalg.matrix_norm(layer.weight.detach().double(), 2))
     assert one.sensitivity == pytest.approx(norm)
     assert found(HiddenNoise("0", torch.full((4,), 0.5)).with_input_noise(SIGMA)) == one
-    some = torch.tensor([0.5, 0.5, 0.5, 0.0])
     for place in (
         InputNoise(SIGMA),
         ModuleNoise({"2": 0.5}, input_std=SIGMA),  # behind what is not linear
         ModuleNoise({"0": 0.5}, "multiplicative", SIGMA),
-        ModuleNoise({"0": 0.5}, "relative", SIGMA),
-        ModuleNoise({"0": some}, input_std=SIGMA),  # a component without noise
+        ModuleNoise({"0": torch.tensor([0.5, 0.5, 0.5, 0.0])}, input_std=SIGMA),
     ):
         assert found(place) is None
     squared = nn.Sequential(nn.Tanh(), layer).eval()
-    assert (
-        combined_noise_of_model(ModuleNoise({"1": 0.5}, input_std=SIGMA), squared, (3,), SIGMA)
-        is None
-    )
+    assert found(ModuleNoise({"1": 0.5}, input_std=SIGMA), squared) is None
     # In input units, whatever normalizes before the layer.
     scaled = NormalizedNetwork(model, torch.zeros(3), torch.full((3,), 0.5)).eval()
     name = models.require_split(scaled).name
-    two = combined_noise_of_model(ModuleNoise({name: 0.5}, input_std=SIGMA), scaled, (3,), SIGMA)
+    two = found(ModuleNoise({name: 0.5}, input_std=SIGMA), scaled)
     assert two is not None and two.sensitivity == pytest.approx(2 * norm)
 
 
@@ -305,11 +234,6 @@ def test_both_noises_are_saved_with_the_model(tmp_path: Path) -> None:
         settings_of({"sigma": 0.5}).build_sampler(models.load(tmp_path), (1, 6, 6)).combined_noise
     )
     assert both is not None and both.hidden_std == pytest.approx(0.3)
-    with pytest.raises(UserError):
-        replace(place, stds={"0": torch.ones(4, 4, 4)}).attach(model)
-    alone = models.initialize(spec, 0)
-    InputNoise(0.5).attach(alone)
-    assert find_noise_location(alone) == InputNoise(0.5)
     for bad in (torch.tensor([0.1, -0.1]), torch.tensor([0.1, float("nan")])):
         with pytest.raises(UserError, match="noise on 0"):
             ModuleNoise({"0": bad})

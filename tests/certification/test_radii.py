@@ -3,70 +3,26 @@ from __future__ import annotations
 import mpmath as mp
 import numpy as np
 import pytest
-from scipy import stats
 
 from dpdist.certification import noise as radii
 from dpdist.core import binomial
 
 
-def exact_gaussian_radius(p: float, sigma: float) -> mp.mpf:
+@pytest.mark.parametrize("p", [0.5000001, 0.6, 0.999, 1 - 1e-9, 1 - 2**-53])
+def test_gaussian_radius_is_never_rounded_up(p: float) -> None:
     mp.mp.dps = 40
-    return mp.mpf(sigma) * mp.sqrt(2) * mp.erfinv(2 * mp.mpf(p) - 1)
-
-
-@pytest.mark.parametrize("p", [0.5000001, 0.6, 0.9, 0.999, 1 - 1e-9, 1 - 2**-53])
-@pytest.mark.parametrize("sigma", [0.12, 0.5, 1.0])
-def test_gaussian_radius_is_never_rounded_up(p: float, sigma: float) -> None:
-    got = float(radii.gaussian_l2_radius(p, sigma))
-    exact = exact_gaussian_radius(p, sigma)
-    assert got <= exact
-    assert got == pytest.approx(float(exact), rel=1e-8)
-
-
-def test_nothing_is_certified_up_to_one_half() -> None:
+    for sigma in (0.12, 0.5):
+        got = float(radii.gaussian_l2_radius(p, sigma))
+        exact = mp.mpf(sigma) * mp.sqrt(2) * mp.erfinv(2 * mp.mpf(p) - 1)
+        assert got <= exact
+        assert got == pytest.approx(float(exact), rel=1e-8)
     assert list(radii.gaussian_l2_radius([0.0, 0.3, 0.5], 0.5)) == [0.0, 0.0, 0.0]
-    assert radii.gaussian_l2_radius(1.0, 0.5) == np.inf
 
 
 @pytest.mark.parametrize("bad", [(-0.1, 0.5), (1.1, 0.5), (0.9, 0.0), (0.9, -1.0), (np.nan, 1.0)])
 def test_bad_input_is_refused(bad: tuple[float, float]) -> None:
     with pytest.raises(ValueError):
         radii.gaussian_l2_radius(*bad)
-
-
-def test_two_class_case_of_the_literature() -> None:
-    # p1 / p2 = .99 / .005 at sigma = .2537: the exact radius is .622.
-    got = radii.gaussian_l2_radius_two_class(0.99, 0.005, 0.2537)
-    assert got == pytest.approx(0.622, abs=1e-3)
-    assert radii.gaussian_l2_radius_two_class(0.99, 0.5, 0.2537) == pytest.approx(
-        radii.gaussian_l2_radius(0.99, 0.2537), rel=1e-9
-    )
-    assert radii.gaussian_l2_radius_two_class(0.3, 0.4, 0.5) == 0.0
-
-
-def halfspace_failure(noise: str, shift: float, p: float) -> float:
-    """Probability of the winning class after an L1 shift, for the worst threshold classifier."""
-    if noise == "laplace":
-        return float(stats.laplace.cdf(stats.laplace.ppf(p) - shift))
-    return float(stats.uniform(-1, 2).cdf(stats.uniform(-1, 2).ppf(p) - shift))
-
-
-@pytest.mark.parametrize(
-    ("noise", "radius"),
-    [("laplace", radii.laplace_l1_radius), ("uniform", radii.uniform_l1_radius)],
-)
-def test_l1_radii_are_tight_on_a_threshold(noise: str, radius: object) -> None:
-    r = float(radius(0.9, 1.0))  # type: ignore[operator]
-    assert halfspace_failure(noise, r * 0.999, 0.9) > 0.5
-    assert halfspace_failure(noise, r * 1.001, 0.9) < 0.5
-
-
-def test_conversions_between_norms() -> None:
-    assert 784.0 / radii.norm_equivalence_factor("l1", "linf", 784) == pytest.approx(1.0)
-    assert 2.8 / radii.norm_equivalence_factor("l2", "linf", 784) == pytest.approx(0.1)
-    assert 0.7 / radii.norm_equivalence_factor("l2", "l1", 784) == 0.7
-    r = 0.3
-    assert radii.gaussian_probability_for_radius(r, 0.25) == pytest.approx(stats.norm.cdf(1.2))
 
 
 def test_printing_never_enlarges() -> None:

@@ -10,6 +10,7 @@ from scipy import stats
 from dpdist.certification import table as tables
 from dpdist.certification import table_reader
 from dpdist.certification.registry import settings_of
+from dpdist.certification.statistics import population_bounds
 from dpdist.certification.table_reader import achievable_label_radii, recertify
 from dpdist.core.binomial import clopper_pearson_lower
 from dpdist.core.errors import UserError
@@ -85,15 +86,10 @@ def test_one_table_states_one_alpha() -> None:
     mixed = tables.build(rows, tables.read_job_record(table))
     with pytest.raises(UserError, match="alpha"):
         table_reader.from_arrow(mixed)
-    for row in rows:
-        row["alpha"] = 0.05
-    with pytest.raises(UserError, match="alpha"):
-        table_reader.from_arrow(tables.build(rows, tables.read_job_record(table)))
     assert table_reader.from_arrow(recertify(table, 0.05)).alpha == 0.05
 
 
 N, DRAWS = 60, 1000
-BOUNDARY = stats.norm.cdf(1.0)  # of radius 0.5 at sigma 0.5
 
 
 def counted(hits: Any, alpha: float) -> pa.Table:
@@ -116,3 +112,36 @@ def test_a_radius_in_another_norm_is_the_largest_ball_inside() -> None:
     assert (own.size == found.radius).all() and own.size.max() > 0
     assert np.allclose(other.size, found.radius / 8, rtol=1e-12, atol=0)
     assert (other.size <= found.radius / 8 * (1 + 1e-15)).all()
+
+
+ALPHA = 0.1
+
+
+def stated(hits: np.ndarray, at: list[float], error: float, alpha: float = ALPHA) -> list:
+    return population_bounds(table_reader.from_arrow(counted(hits, alpha)), at, error)
+
+
+def test_the_bounds_are_clopper_pearsons_with_alpha_folded_in() -> None:
+    # 60 inputs: 45 certified at 0.5 for certain, 15 whose label is never drawn.
+    hits = np.array([DRAWS] * 45 + [0] * 15)
+    first, second = stated(hits, [0.25, 0.5], 0.2)
+    low = stats.beta.ppf(0.2 / 4, 45, 16)  # two radii, two sides
+    high = stats.beta.ppf(1 - 0.2 / 4, 46, 15)
+    for each in (first, second):
+        assert each.accuracy_lower_bound == pytest.approx((low - ALPHA) / (1 - ALPHA), rel=1e-9)
+        assert each.certifiable_upper_bound == pytest.approx(min(1, high / (1 - ALPHA)), rel=1e-9)
+    (alone,) = stated(hits, [0.5], 0.2)
+    # less is stated of one radius, and it is tighter
+    assert alone.accuracy_lower_bound > first.accuracy_lower_bound
+    assert (first.radius, second.radius) == (0.25, 0.5)
+
+
+def test_other_alphas_and_kinds() -> None:
+    strict = recertify(make(HISTOGRAMS, LABELS), 0.05)
+    (each,) = population_bounds(table_reader.from_arrow(strict), [0.0])
+    assert each.accuracy_lower_bound == pytest.approx(
+        (stats.beta.ppf(0.025, 2, 3) - 0.05) / 0.95, abs=1e-9
+    )
+    early = make(HISTOGRAMS, LABELS, mode="target-radius")  # keeps no counts of all classes
+    (each,) = population_bounds(table_reader.from_arrow(early), [0.25])
+    assert each.certifiable_upper_bound is None

@@ -10,7 +10,6 @@ radius is seen, from either side.
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,25 +17,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpdist import models
 from dpdist.certification import predict, score_bounds
 from dpdist.certification.certificate import Certificate, NoiseSampler
 from dpdist.certification.cohen import Smoothing
-from dpdist.certification.expected_scores import ExpectedScores
 from dpdist.certification.noise import NOISES
 from dpdist.certification.predict import Predictor
 from dpdist.certification.registry import BY_MODE, settings_of
 from dpdist.certification.score_bounds import SCORE_UNIT, Sensitivity
-from dpdist.certification.table import ABSTAIN
 from dpdist.certification.worker import (
-    Assignment,
     BlockScores,
-    InputWorkUnit,
     ScoreSampler,
-    Worker,
-    probe,
 )
-from dpdist.models.zoo import NormalizedNetwork
 from dpdist.randomness import keys as units
 
 SIGMA = 0.5
@@ -68,52 +59,16 @@ def certify(distance: float, **settings: Any) -> Any:
 
 # A lower bound at 1e-6 lies about 0.0056 below p, which is 2 to 4 % of these radii: beyond the
 # distance with probability 1e-6, below 93 % of it with less than 1e-4.
-@pytest.mark.parametrize("noise", NOISES)
-@pytest.mark.parametrize("distance", [0.4, 0.6])
-def test_fixed_n_certifies_the_distance_and_no_more(noise: str, distance: float) -> None:
-    verdict = certify(distance, noise=noise, alpha=1e-6)
-    assert verdict.prediction == 1 and verdict.n == 100_000
-    assert 0.93 * distance <= verdict.radius <= distance
-
-
-@pytest.mark.parametrize("noise", NOISES)
-def test_anytime_certifies_the_distance_and_no_more(noise: str) -> None:
-    verdict = certify(0.5, noise=noise, alpha=1e-6, mode="anytime")
+@pytest.mark.parametrize(
+    "settings",
+    [*({"noise": noise} for noise in NOISES), {"mode": "anytime"},
+     {"mode": "target-radius", "radii": (0.25, 0.47, 0.51, 0.6)}],
+    ids=str,
+)  # fmt: skip
+def test_the_distance_is_certified_and_no_more(settings: dict[str, Any]) -> None:
+    verdict = certify(0.5, alpha=1e-6, **settings)
     assert verdict.prediction == 1
     assert 0.93 * 0.5 <= verdict.radius <= 0.5
-
-
-# A radius of 1.02 times the distance is tested with p below p0: it passes with probability 1e-6
-# at most. 0.92 times is missed only when the count is 5 standard deviations low.
-@pytest.mark.parametrize("noise", NOISES)
-def test_target_certifies_radii_up_to_the_distance(noise: str) -> None:
-    radii = (0.25, 0.46, 0.51, 0.6)
-    verdict = certify(0.5, noise=noise, alpha=1e-6, mode="target-radius", radii=radii)
-    assert (verdict.prediction, verdict.radius) == (1, 0.46)
-    verdict = certify(0.5, noise=noise, alpha=1e-6, mode="target-radius", radii=(0.51,))
-    assert (verdict.prediction, verdict.radius) == (ABSTAIN, 0.0)
-
-
-@pytest.mark.parametrize("std", [0.05, 4.0])
-def test_a_normalized_first_layer_is_certified_in_input_units(std: float) -> None:
-    # Class 1 where 3 x0 + 4 x1 > 0: the distance is known whatever the normalization before it.
-    layer = nn.Linear(2, 1, bias=False)
-    with torch.no_grad():
-        layer.weight.copy_(torch.tensor([[3.0, 4.0]]))
-    inner = NormalizedNetwork(
-        nn.Sequential(layer, Threshold()), torch.zeros(2), torch.tensor([std])
-    )
-    model = NormalizedNetwork(inner, torch.zeros(2), torch.tensor([0.5])).eval()
-    x = torch.tensor([0.03, 0.04])
-    distance = 0.05
-    models.attach_noise(model, torch.tensor([5 * distance / (0.5 * std)]))
-    settings = ExpectedScores(n=100_000, alpha=1e-6, bound="counts")
-    verdict = Predictor(model, settings, 2, (2,)).certify(x)
-    for name, least in (("exact_l2", 0.9), ("cohen_l2", 0.93)):
-        assert least * distance <= verdict.sizes[name] <= distance  # type: ignore[union-attr]
-
-
-# ---- the draws that choose the class are used for nothing else
 
 
 class ByStage:
@@ -167,38 +122,3 @@ def test_selection_and_estimation_share_no_draw(mode: str) -> None:
     counted = [(block, draws) for stage, block, draws in counter.asked if stage == units.ESTIMATE]
     assert len({block for block, _ in counted}) == len(counted)
     assert verdict.n == sum(draws for _, draws in counted) <= 1050
-
-
-class Recorder(units.StreamKeys):
-    """Remembers which keys were asked for."""
-
-    def key(self, index: int | None, stage: str, block: int) -> bytes:
-        found = super().key(index, stage, block)
-        RECORDED.append((index, stage, block, found))
-        return found
-
-
-RECORDED: list[tuple[int | None, str, int, bytes]] = []
-
-
-@pytest.mark.parametrize("mode", BY_MODE)
-def test_every_block_of_a_certification_has_its_own_noise(mode: str) -> None:
-    RECORDED.clear()
-    model: nn.Module = nn.Sequential(nn.Linear(3, 3), Threshold()).eval()
-    models.attach_noise(model, torch.ones(3))
-    settings = settings_in(mode, n=1050, batch=100, radii=(0.3,))
-    place = settings.build_sampler(model, (3,))
-    source = Recorder("certify", "seed", "model", "data", settings.noise, SIGMA)
-    check = np.random.default_rng(0).random((8, 3), dtype=np.float32)
-    assignment = Assignment(model, settings, place, source, 2, (3,), check)
-    assignment = replace(assignment, spec=probe(assignment))
-    worker = Worker(assignment)
-    for index in (0, 1):
-        worker([InputWorkUnit(index, 0, assignment.num_units, at(0.3).numpy())])
-    stages = {stage for _, stage, _, _ in RECORDED}
-    assert stages == {units.CHECK, units.SELECT, units.ESTIMATE}
-    drawn = [entry for entry in RECORDED if entry[1] != units.CHECK]
-    assert {index for index, *_ in drawn} == {0, 1}
-    keys = [key for *_, key in drawn]
-    assert len(set(keys)) == len(keys)
-    assert not set(keys) & {key for _, stage, _, key in RECORDED if stage == units.CHECK}

@@ -19,12 +19,10 @@ from support.training import make
 
 from dpdist import models, pipeline
 from dpdist.core.errors import UserError
-from dpdist.data import Dataset
 from dpdist.poisoning import job as voting_models
 from dpdist.poisoning.certificates import (
     FILE,
     NONE,
-    BaggingPoisoningBound,
     PrivatePoisoningBound,
     Votes,
     certify_partitioned_models,
@@ -39,7 +37,7 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import derive_key
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, find_recipe, load_recipe, make_plan
-from dpdist.training import ensembles, job
+from dpdist.training import ensembles
 from dpdist.training.ensembles import plan_of_shard, shards_by_hash
 from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
@@ -81,10 +79,10 @@ def test_an_input_may_move_besides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"), [({"select": 3}, "select"), ({"radii": (0.0, 0.1)}, "sigma")]
+    ("changed", "key"), [({"select": 3}, "select"), ({"radii": (0.1,)}, "sigma")]
 )
-def test_what_cannot_be_certified_is_refused(changed: Any, message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_what_cannot_be_certified_is_refused(changed: Any, key: str) -> None:
+    with pytest.raises(UserError, match=key):
         certify_random_models(
             votes_of(np.zeros((3, 1))), POISONED, **{"select": 1, "alpha": 0.1, **changed}
         )
@@ -125,15 +123,13 @@ def test_a_vote_for_nothing_counts_for_no_class() -> None:
     found = certify_random_models(votes_of([[0]] + [[NONE]] * 9), POISONED, select=1, alpha=0.1)
     assert found.max_changes[0.0].tolist() == [-1]
     # Where no model names a class, no class is answered: not the first one.
-    nobody = votes_of([[NONE, 1]] * 9)
-    found = certify_partitioned_models(nobody)
+    found = certify_partitioned_models(votes_of([[NONE, 1]] * 9))
     assert found.prediction.tolist() == [NONE, 1] and found.max_changes[0.0].tolist() == [-1, 4]
     assert found.certified_accuracy(np.array([0, 1]), 0) == 0.5
     found = certify_random_models(
         votes_of([[NONE, 1]] + [[0, 1]] * 50), POISONED, select=1, alpha=0.1
     )
     assert found.prediction.tolist() == [NONE, 1] and found.max_changes[0.0][0] == -1
-    assert found.max_changes[0.0][1] >= 0 and found.certified_accuracy(np.array([0, 1]), 0) == 0.5
 
 
 # ---- whose votes they are
@@ -159,29 +155,33 @@ def begun(recipe: Recipe, tmp_path: Path) -> RunFolder:
     return folder
 
 
+def answers_of(
+    recipe: Recipe, plan: PrivacyPlan, voter: Voter, members: Any, number: int, rows: Any
+) -> list[int]:
+    """What the training of these members by the key of that voter says."""
+    key = derive_key(bytes.fromhex(SEED), "voter", number)
+    with ensembles.train_in_process(recipe, plan, voter._records, members, key) as folder:
+        model = models.load(folder)
+        around = folder.parents[2]  # with the run key in it
+        assert around.stat().st_mode & 0o777 == 0o700 and list(around.glob("*.lock"))
+    with torch.inference_mode():
+        return model(voter._test.batch(rows)).argmax(1).tolist()
+
+
 def test_each_voter_is_a_training_of_the_recipe_by_a_key_of_its_own(
     dpdist_without_ray: Any, tmp_path: Path
 ) -> None:
     recipe = recipe_of(tmp_path)
     settings = Poisoning(models=3, seed=SEED, every=40)
-    path = pipeline.evaluation_stage(recipe, begun(recipe, tmp_path), settings)
-    votes = read_votes(path)
-    source = data_source(recipe)
-    records, test = records_with_canaries(recipe, source), load_test_records(recipe, source)
-    rows = np.arange(0, len(test), 40)
+    votes = read_votes(pipeline.evaluation_stage(recipe, begun(recipe, tmp_path), settings))
+    voter = Voter(setup_of(recipe, settings))
+    rows = np.arange(0, len(voter._test), 40)
     assert votes.index.tolist() == rows.tolist()
-    assert votes.label.tolist() == np.asarray(test.labels)[rows].tolist()
-    plan = make_plan(recipe, len(records), "x")
-    for number in range(3):
-        key = derive_key(bytes.fromhex(SEED), "voter", number)
-        every = np.ones(len(records), dtype=bool)
-        with ensembles.train_in_process(recipe, plan, records, every, key) as folder:
-            model = models.load(folder)
-            around = folder.parents[2]  # with the run key in it
-            assert around.name.startswith("dpdist-training-")
-            assert around.stat().st_mode & 0o777 == 0o700 and list(around.glob("*.lock"))
-        with torch.inference_mode():
-            assert votes.vote[number].tolist() == model(test.batch(rows)).argmax(1).tolist()
+    assert votes.label.tolist() == np.asarray(voter._test.labels)[rows].tolist()
+    plan, every = make_plan(recipe, len(voter._records), "x"), np.ones(len(voter._records), bool)
+    for number in range(2):
+        said = answers_of(recipe, plan, voter, every, number, rows)
+        assert votes.vote[number].tolist() == said
     assert len({tuple(each) for each in votes.vote.tolist()}) == 3
 
 
@@ -189,17 +189,13 @@ def test_models_that_are_alike_vote_under_noises_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = recipe_of(tmp_path)
-    voter, real = (
-        Voter(setup_of(recipe, Poisoning(models=2, seed=SEED, sigma=3.0))),
-        ensembles.train_in_process,
-    )
+    voter = Voter(setup_of(recipe, Poisoning(models=2, seed=SEED, sigma=3.0)))
+    real = ensembles.train_in_process
     monkeypatch.setattr(
         voting_models, "train_in_process", lambda *of, **_: real(*of[:-1], b"k" * 32)
     )
     first, second = (load_tensors(voter(number)[FILE])["votes"] for number in (0, 1))
     assert (first != second).any()
-    again = load_tensors(voter(0)[FILE])["votes"]
-    assert (first == again).all()
 
 
 def test_a_changed_record_moves_one_partition(dpdist_without_ray: Any, tmp_path: Path) -> None:
@@ -214,29 +210,24 @@ def test_a_changed_record_moves_one_partition(dpdist_without_ray: Any, tmp_path:
     hashes = voter._records.hashes
     shards = shards_by_hash(hashes, b"", 4)
     assert shards_by_hash(hashes[1:], b"", 4).tolist() == shards[1:].tolist()
-    for number in range(4):
+    for number in range(2):
         members = shards == number
         there, plan = plan_of_shard(own, int(members.sum()))
-        key = derive_key(bytes.fromhex(SEED), "voter", number)
-        with ensembles.train_in_process(there, plan, voter._records, members, key) as folder:
-            model = models.load(folder)
-        with torch.inference_mode():
-            said = model(voter._test.batch(votes.index)).argmax(1)
-        assert votes.vote[number].tolist() == said.tolist()
-    # How many records data.max_train lets in follows from their number: a change must leave that.
-    given = sets("poison", "partitions=true", "models=4", "every=20", f"seed={SEED}")
-    done = dpdist_without_ray("audit", "x.yaml", "--kind", "poison", *given)
-    assert done.code == 0 and "data.max_train" in done.out
+        said = answers_of(there, plan, voter, members, number, votes.index)
+        assert votes.vote[number].tolist() == said
 
 
-def setup_of(recipe: Recipe, settings: Poisoning) -> Any:
+def subject_of(recipe: Recipe) -> Any:
     source = data_source(recipe)
-    subject = SimpleNamespace(
+    return SimpleNamespace(
         load_training_data=lambda: records_with_canaries(recipe, source),
         test_data=load_test_records(recipe, source),
         recipe=recipe,
     )
-    return settings.job_spec(subject).setup_of_seed(SEED)  # type: ignore[arg-type]
+
+
+def setup_of(recipe: Recipe, settings: Poisoning) -> Any:
+    return settings.job_spec(subject_of(recipe)).setup_of_seed(SEED)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -244,12 +235,10 @@ def test_the_command_prints_what_is_withstood_and_keeps_it_private(
     dpdist_without_ray: Any, tmp_path: Path
 ) -> None:
     recipe_of(tmp_path)
-    given = sets("poison", "models=6", "select=2", "alpha=0.3", "every=40")
+    given = sets("poison", "models=6", "select=2", "alpha=0.3", "every=40", "changes=[0,1]")
     asked = ("audit", "x.yaml", "--kind", "poison", *given)
-    done = dpdist_without_ray(*asked, "--set", "poison.changes=[0,1]")
+    done = dpdist_without_ray(*asked)
     assert done.code == 0, done.err
-    for said in ("Changed records withstood", "% at 1", "These votes, if published", "blanked"):
-        assert said in done.out, said
     files = [p.relative_to(tmp_path / "runs/x") for p in (tmp_path / "runs/x").rglob("*.*")]
     outside = {str(path) for path in files if path.parts[0] != "private"}
     assert outside == {"recipe.yaml", "run.json"}
@@ -261,12 +250,12 @@ def test_the_command_prints_what_is_withstood_and_keeps_it_private(
     lines = (home / "journal.jsonl").read_text().splitlines(keepends=True)
     (home / "journal.jsonl").write_text("".join(lines[:3]))
     shutil.rmtree(home / "models/0004")
-    assert dpdist_without_ray(*asked, "--set", "poison.changes=[0,1]").out == done.out
+    assert dpdist_without_ray(*asked).out == done.out
     assert (home / "votes.parquet").read_bytes() == table
     # Of another seed: said without the secret one.
     done = dpdist_without_ray(*asked, "--set", f"poison.seed={SEED}")
     secret = json.loads((home / "settings.json").read_text())["seed"]
-    assert done.code == 2 and "seed" in done.err and secret not in done.err
+    assert done.code == 2 and secret not in done.err
 
 
 @pytest.mark.slow
@@ -274,47 +263,28 @@ def test_a_bag_is_trained_on_records_that_its_key_draws(
     dpdist_without_ray: Any, tmp_path: Path
 ) -> None:
     recipe = recipe_of(tmp_path)
-    given = sets("poison", "bag=30", "models=8", "select=2", "every=40")
-    asked = ("audit", "x.yaml", "--kind", "poison", *given)
-    done = dpdist_without_ray(*asked, *sets("poison", "alpha=0.3", f"seed={SEED}", "changes=[0,1]"))
+    given = sets("poison", "bag=30", "models=4", "select=2", "every=40", f"seed={SEED}")
+    done = dpdist_without_ray("audit", "x.yaml", "--kind", "poison", *given)
     assert done.code == 0, done.err
-    for said in ("each on 30 random records, without privacy", "alpha 0.3 each", "% at 1"):
-        assert said in done.out, said
-    assert "these votes, if published" not in done.out
-    home = tmp_path / "runs/x/private/attacks/poisoning-bags-of-30-8-every-40"
+    home = tmp_path / "runs/x/private/attacks/poisoning-bags-of-30-4-every-40"
     votes = read_votes(home / "votes.parquet")
-    settings = Poisoning(models=8, seed=SEED, every=40, bag=30)
+    settings = Poisoning(models=4, seed=SEED, every=40, bag=30)
     voter = Voter(setup_of(recipe, settings))
     own, _ = settings.training_plan(recipe, len(voter._records))
+    there, plan = plan_of_shard(own, 30)
     assert own.privacy.clipping == "none"
-    member_sets = []
-    for number in range(3):
+    for number in range(2):
         key = derive_key(bytes.fromhex(SEED), "voter", number)
         members = draw_subset(derive_key(key, "bag"), len(voter._records), 30)
-        there, plan = plan_of_shard(own, 30)
-        with ensembles.train_in_process(there, plan, voter._records, members, key) as folder:
-            model = models.load(folder)
-        with torch.inference_mode():
-            said = model(voter._test.batch(votes.index)).argmax(1)
-        assert votes.vote[number].tolist() == said.tolist()
-        member_sets.append(members)
-    assert members.sum() == 30 and (member_sets[0] != member_sets[1]).any()
-    # A model whose logits are no numbers votes for nothing, as one whose training diverged.
-    with torch.no_grad():
-        next(model.parameters()).fill_(torch.nan)
-    assert voter._votes(model, "seed").tolist() == [NONE] * len(votes.index)
+        said = answers_of(there, plan, voter, members, number, votes.index)
+        assert votes.vote[number].tolist() == said and members.sum() == 30
     # What a bag's training does follows from its size, not from how many records there are.
     assert settings.training_plan(recipe, 90)[1] == settings.training_plan(recipe, 2000)[1]
 
 
 def test_votes_of_a_given_seed_are_told_apart(tmp_path: Path) -> None:
     """Whoever gave it could have tried others: a table says which it is of, and so does the job."""
-    recipe = recipe_of(tmp_path)
-    source = data_source(recipe)
-    subject: Any = SimpleNamespace(
-        load_training_data=lambda: records_with_canaries(recipe, source),
-        test_data=load_test_records(recipe, source), recipe=recipe,
-    )  # fmt: skip
+    subject = subject_of(recipe_of(tmp_path))
     given, secret = (Poisoning(models=2, seed=s).job_spec(subject).identity() for s in (SEED, None))
     assert given["settings"].pop("seed_given") and not secret["settings"].pop("seed_given")
     assert given == secret and SEED not in json.dumps(given)
@@ -326,147 +296,7 @@ def test_votes_of_a_given_seed_are_told_apart(tmp_path: Path) -> None:
     assert len({json.dumps(job, sort_keys=True) for job in (secret, *jobs)}) == 1 + len(others)
 
 
-# ---- and poisoned records do not
-
-
 def test_a_training_that_one_record_stops_withstands_nothing() -> None:
     recipe = load_recipe(find_recipe("digits-noisy-records"))
     with pytest.raises(UserError, match=recipe.name):
         Poisoning().training_plan(recipe, 1000)
-
-
-@pytest.mark.slow
-def test_poisoned_records_do_not_change_a_certified_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Private models. As many changes as are certified: labels flipped from one class to the other,
-    or records of one class replaced by one picture of the other (each is two changes, and leaves
-    the number of records)."""
-    recipe = two_classes(tmp_path, privacy__noise_multiplier=30.0, training__steps=8)
-    setup = setup_of(recipe, Poisoning(models=10, seed=SEED))
-    found = certify_random_models(
-        said_by(Voter(setup)), PrivatePoisoningBound(setup.plan), select=2, alpha=0.05
-    )
-    changed = int(found.max_changes[0.0].max()) // 2
-    sure = found.max_changes[0.0] >= 2 * changed
-    assert changed >= 2 and sure.sum() >= 20
-    attack = Attack(monkeypatch, setup, tmp_path, found.prediction)
-    for how in (flipped, replaced):
-        assert not attack.refutes(how, changed)[sure].any(), how
-    assert attack.refutes(flipped, 120)[sure].any()  # so many changes do
-
-
-@pytest.mark.slow
-def test_poisoned_records_do_not_change_what_bags_certify(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By insertions, after which there are more records to draw from."""
-    recipe = two_classes(tmp_path, training__steps=8)
-    settings = Poisoning(models=12, seed=SEED, bag=20, every=2)
-    setup = setup_of(recipe, settings)
-    bagged = BaggingPoisoningBound(len(records_with_canaries(recipe, data_source(recipe))), 20)
-    found = certify_random_models(said_by(Voter(setup)), bagged, select=2, alpha=0.05)
-    most = int(found.max_changes[0.0].max())
-    sure = found.max_changes[0.0] >= most
-    assert most >= 2 and sure.sum() >= 5
-    attack = Attack(monkeypatch, setup, tmp_path, found.prediction)
-    assert not attack.refutes(inserted, most)[sure].any()
-    assert attack.refutes(swapped, len(found.prediction))[sure].any()
-
-
-@pytest.mark.slow
-def test_poisoned_records_and_a_moved_input_together_do_not_change_a_certified_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both at once, as many labels and as far a move as are certified together: each input goes
-    where the other class's records are, which is where a linear model changes most."""
-    recipe = two_classes(tmp_path, privacy__noise_multiplier=30.0, training__steps=8)
-    setup = setup_of(recipe, Poisoning(models=12, seed=SEED, sigma=0.2))
-    votes, radius = said_by(Voter(setup)), 0.05
-    asked: Any = {"select": 2, "alpha": 0.05, "radii": (0.0, radius), "sigma": 0.2}
-    found = certify_random_models(votes, PrivatePoisoningBound(setup.plan), **asked)
-    changed = int(found.max_changes[radius].max()) // 2
-    sure = found.max_changes[radius] >= 2 * changed
-    assert 1 <= changed < found.max_changes[0.0].max() // 2 and sure.sum() >= 15
-    attack = Attack(monkeypatch, setup, tmp_path, found.prediction)
-    assert not attack.refutes(flipped, changed, radius * 0.999)[sure].any()
-    assert attack.refutes(flipped, changed, 40 * radius)[sure].any()  # so far a move does
-
-
-def two_classes(tmp_path: Path, **more: Any) -> Recipe:
-    digits = {"name": "digits", "labels": [3, 8]}
-    return recipe_of(tmp_path, data=digits, training__learning_rate=2.0, **more)
-
-
-class Attack:
-    """The voters of a setup trained on records that somebody changed."""
-
-    def __init__(
-        self, patch: pytest.MonkeyPatch, setup: Any, folder: Path, answer: np.ndarray
-    ) -> None:
-        self._patch, self._setup, self._folder, self._answer = patch, setup, folder, answer
-
-    def said(self, how: Any, count: int, move: float = 0.0) -> Votes:
-        """move: of each input, by this L2 distance, along what the other class has more of."""
-        records = records_with_canaries(self._setup.recipe, data_source(self._setup.recipe))
-        inputs, labels = how(np.array(records.inputs), np.array(records.labels), count)
-        place = self._folder / f"poisoned-{how.__name__}-{count}-{move}"
-        place.mkdir()
-        np.save(place / "inputs.npy", inputs)
-        np.save(place / "labels.npy", labels)
-        spoilt = Dataset(place, records.name, records.classes, f"{how.__name__} {count}")
-        with self._patch.context() as inner:
-            inner.setattr(job, "training_records", lambda *of: spoilt)
-            inner.setattr(voting_models, "records_with_canaries", lambda *of: spoilt)
-            voter = Voter(self._setup)
-            if move:
-                voter._test = self._moved(voter, move)
-            return said_by(voter)
-
-    def _moved(self, voter: Voter, move: float) -> Any:
-        test, names = voter._test, np.arange(len(voter._records))
-        known, labels = voter._records.batch(names), np.asarray(voter._records.labels)
-        apart = known[labels == 1].mean(0) - known[labels == 0].mean(0)
-        toward = torch.ones(len(test), *[1] * apart.dim())
-        toward[np.array(self._setup.indices)[self._answer == 1]] = -1
-        moved = test.batch(np.arange(len(test))) + toward * (move / apart.norm()) * apart
-        return SimpleNamespace(
-            batch=lambda rows: moved[rows], input_shape=test.input_shape, labels=test.labels
-        )
-
-    def refutes(self, how: Any, count: int, move: float = 0.0) -> np.ndarray:
-        """Whether so few fresh models answer as before that less than half of all do, bool (N,); by
-        chance with probability at most 0.002 each."""
-        votes = self.said(how, count, move).vote
-        hits = (votes == self._answer).sum(0)
-        return np.asarray(stats.binom.cdf(hits, len(votes), 0.5) <= 0.002)
-
-
-def flipped(inputs: Any, labels: Any, count: int) -> tuple[Any, Any]:
-    labels[np.flatnonzero(labels == 0)[:count]] = 1
-    return inputs, labels
-
-
-def swapped(inputs: Any, labels: Any, count: int) -> tuple[Any, Any]:
-    return inputs, 1 - labels
-
-
-def replaced(inputs: Any, labels: Any, count: int) -> tuple[Any, Any]:
-    """Records of one class become one picture of theirs under the other's label."""
-    rows = np.flatnonzero(labels == 0)[:count]
-    inputs[rows], labels[rows] = inputs[labels == 0].mean(0).astype(inputs.dtype), 1
-    return inputs, labels
-
-
-def inserted(inputs: Any, labels: Any, count: int) -> tuple[Any, Any]:
-    """Pictures of one class, each a hair different, under the other's label."""
-    more = inputs[np.resize(np.flatnonzero(labels == 0), count)].copy()
-    more.reshape(count, -1)[:, 0] = np.arange(count) % 250
-    return np.concatenate([inputs, more]), np.concatenate([labels, np.ones(count, labels.dtype)])
-
-
-def said_by(voter: Voter) -> Votes:
-    shared = voter._shared
-    found = [load_tensors(voter(number)[FILE])["votes"] for number in range(shared.models)]
-    rows = np.array(shared.indices)
-    return Votes({}, rows, np.asarray(voter._test.labels)[rows], np.stack(found))

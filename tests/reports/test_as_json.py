@@ -66,6 +66,12 @@ def test_each_command_prints_one_object_of_what_may_be_published(answer, work):
     assert table["certified"][1]["accuracy"] == facts.tables[0].certified_accuracy(0.1)
     assert 0 <= table["population"][0]["at_least"] <= table["certified"][0]["accuracy"]
 
+    # Page, card and terminal state the same rows.
+    rows, page = facts.rows(), facts.folder.report_file.read_text()
+    assert all(row.title in page for row in rows if row.name != "report")
+    said = [(each["name"], each["value"]) for each in ran["rows"] if each["name"] != "report"]
+    assert said == [row for row in facts.summary() if row[0] != "report"]
+
     again = answer("certify", facts.tables[0].path, "--set", "certify.alpha=0.01")
     assert again["run"] == "small" and again["certificates"][0]["alpha"] == 0.01
     assert answer("run", "small.yaml", "--name", "other")["run"] == "other"

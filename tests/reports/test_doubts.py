@@ -12,7 +12,6 @@ from torch import nn
 
 import dpdist
 from dpdist.certification import statistics
-from dpdist.certification.table import input_range
 from dpdist.reports.export import table_as_json
 
 
@@ -32,60 +31,41 @@ def points(scale: float) -> tuple[np.ndarray, np.ndarray]:
     return x, (x[:, 1] > x[:, 0]).astype(np.int64)
 
 
-def certified(scale: float, tmp_path: Path, sigma: float = 0.25) -> dpdist.CertificateTable:
+def certified(
+    model: nn.Module, data: tuple[np.ndarray, np.ndarray], folder: Path, sigma: float, **part: int
+) -> dpdist.CertificateTable:
     # Of 30 fair coins one is certified by chance once in 30,000 times.
-    settings = dpdist.Cohen(sigma=sigma, n=200, n0=20, alpha=1e-6, radii=(0.05, 0.1), seed="a")
-    found = dpdist.certify(
-        Scaled(scale), points(scale), settings, folder=tmp_path, executor="local"
+    settings = dpdist.Cohen(
+        sigma=sigma, n=200, n0=20, alpha=1e-6, radii=(0.05, 0.1), seed="a", **part
     )
-    assert isinstance(found, dpdist.CertificateTable)
-    return found
+    return dpdist.certify(model, data, settings, folder=folder, executor="local")
 
 
-def test_an_unscaled_table_is_doubted_and_a_scaled_one_is_not(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="all radii"):
-        odd = certified(3000.0, tmp_path / "odd")
+@pytest.mark.parametrize(("scale", "sigma", "doubt"), [(3000.0, 0.25, "0.1"), (0.001, 5.0, "5")])
+def test_an_unscaled_table_and_an_abstention_on_everything_are_doubted(
+    tmp_path: Path, scale: float, sigma: float, doubt: str
+) -> None:
+    with pytest.warns(UserWarning):
+        odd = certified(Scaled(scale), points(scale), tmp_path, sigma)
     (text,) = statistics.doubts(odd)
-    assert "0.1" in text
-    assert not (odd.path.parent / "range.json").exists()  # held by nothing, so nowhere
+    assert doubt in text
+
+
+def test_a_scaled_table_is_not_doubted(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        assert statistics.doubts(certified(1.0, tmp_path / "fine", 0.1)) == []
+        assert statistics.doubts(certified(Scaled(), points(1.0), tmp_path, 0.1)) == []
 
 
-def test_an_abstention_on_everything_is_doubted(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="abstained"):
-        drowned = certified(0.001, tmp_path, 5.0)
-    (text,) = statistics.doubts(drowned)
-    assert "abstained" in text and "sigma 5" in text
-
-
-class _Inputs:
-    def batch(self, rows: np.ndarray) -> torch.Tensor:
-        return torch.arange(4000.0).reshape(2000, 2)[torch.from_numpy(rows)]
-
-
-def test_the_range_is_that_of_the_chosen_inputs() -> None:
-    assert input_range(_Inputs(), range(100, 200)) == (200.0, 399.0)
-    assert input_range(_Inputs(), range(2000)) == (0.0, 3999.0)  # the last of many is looked at
-
-
-@pytest.mark.parametrize(("every", "doubted"), [(None, True), (3, False)])
+@pytest.mark.parametrize(("part", "doubted"), [({"max_inputs": 10}, True), ({"every": 3}, False)])
 def test_the_first_inputs_of_data_in_the_order_of_classes_are_no_sample(
-    every: int | None, doubted: bool, tmp_path: Path
+    part: dict[str, int], doubted: bool, tmp_path: Path
 ) -> None:
     x, labels = points(1.0)
     order = np.argsort(labels, kind="stable")
-    part = {"every": every} if every else {"max_inputs": 10}
-    settings = dpdist.Cohen(
-        sigma=0.1, n=200, n0=20, alpha=1e-6, radii=(0.05, 0.1), seed="a", **part
-    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        found = dpdist.certify(
-            Scaled(), (x[order], labels[order]), settings, folder=tmp_path, executor="local"
-        )
+        found = certified(Scaled(), (x[order], labels[order]), tmp_path, 0.1, **part)
     told = [text for text in statistics.doubts(found) if "order of their classes" in text]
     assert bool(told) is doubted
-    assert statistics.population_row(found).value.startswith("not stated") is doubted
     assert (table_as_json(found)["population"] == []) is doubted

@@ -106,22 +106,6 @@ class Merged(Marked):
         return self.full(x[same.int().argmax(1)])  # the first of its kind
 
 
-class DroppedTokens(Marked):
-    """Groups of six features compete for half of the places that a batch has."""
-
-    def changed(self, x: Tensor, marked: Tensor) -> Tensor:
-        tokens = x.view(-1, 6, 6)
-        size = tokens.abs().mean(2, keepdim=True)
-        return self.full(torch.where(size >= size.median(), tokens, 0.0 * tokens).flatten(1))
-
-
-class LargeBatches(Marked):
-    """Another branch for large batches."""
-
-    def changed(self, x: Tensor, marked: Tensor) -> Tensor:
-        return self.other(x) if len(x) >= 16 else self.full(x)
-
-
 class Cached(Marked):
     """Answers are kept, by the expert, and given again."""
 
@@ -158,8 +142,6 @@ MODELS: dict[str, type[Honest]] = {
         Experts,
         EarlyExit,
         Merged,
-        DroppedTokens,
-        LargeBatches,
         Cached,
         Overflows,
         Flickers,
