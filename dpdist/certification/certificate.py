@@ -393,9 +393,6 @@ class Certificate(InputSelection):
 
     spending: ClassVar[str] = NO_SPENDING  # how the error is spent over the looks
     converts_norms: ClassVar[bool] = False  # whether its balls stand for balls in other norms
-    # Columns that depend on the draws: a reader has to trust them, unless draws are made again. All
-    # others are computed from these and from the settings.
-    sampled_columns: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def table_schema(cls) -> pa.Schema:

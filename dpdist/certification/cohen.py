@@ -373,8 +373,6 @@ class Cohen(Smoothing):
         """
         return clopper_pearson_lower(hits, draws, alpha)
 
-    sampled_columns: ClassVar[frozenset[str]] = frozenset({"histogram"})
-
     @classmethod
     def consistent_counts(cls, table: pa.Table) -> np.ndarray:
         found = list_columns(table, "histogram")

@@ -260,8 +260,6 @@ class ExpectedScores(HiddenNoiseCertificate):
     def name_parts(self) -> list[str]:
         return [self.mode, self.bound, self.norm, f"n-{self.n}", f"eta-{1 - self.alpha:g}"]
 
-    sampled_columns: ClassVar[frozenset[str]] = frozenset({"histogram", "sums", "squares"})
-
     def table_row(
         self, index: int, label: int, verdict: ScoreVerdict, sampler: ScoreSampler
     ) -> dict[str, Any]:
@@ -432,8 +430,6 @@ class BettingScores(ExpectedScores):
     def name_parts(self) -> list[str]:
         sides = ["one-sided"] if self.one_sided else []
         return [self.mode, *sides, self.norm, f"n-{self.n}", f"eta-{1 - self.alpha:g}"]
-
-    sampled_columns: ClassVar[frozenset[str]] = frozenset({"histogram", "squares"})
 
     @classmethod
     def extra_columns(cls) -> Mapping[str, ColumnSpec]:

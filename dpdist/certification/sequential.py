@@ -444,7 +444,6 @@ class TargetRadius(SequentialSmoothing):
         return [sigma, mode, "r-" + "-".join(map(format_exact, self.radii)), *rest]
 
     spending: ClassVar[str] = "alpha*sqrt(n/cap), exact binomial"
-    sampled_columns: ClassVar[frozenset[str]] = frozenset({"selected", HITS})
 
     @classmethod
     def table_schema(cls) -> pa.Schema:
@@ -649,7 +648,6 @@ class Anytime(SequentialSmoothing):
         return anytime_lower(hits, draws, alpha)
 
     spending: ClassVar[str] = "beta mixture, 1/alpha"
-    sampled_columns: ClassVar[frozenset[str]] = frozenset({"selected"})
 
     @classmethod
     def consistent_counts(cls, table: pa.Table) -> np.ndarray:
@@ -772,7 +770,6 @@ class TargetScores(HiddenNoiseCertificate):
         return [self.mode, self.norm, f"r-{radii}", f"n-{self.n}", f"eta-{1 - self.alpha:g}"]
 
     spending: ClassVar[str] = "betting, 1/alpha"
-    sampled_columns: ClassVar[frozenset[str]] = frozenset({"selected", "k"})
 
     @classmethod
     def consistent_counts(cls, table: pa.Table) -> np.ndarray:
