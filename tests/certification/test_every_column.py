@@ -48,7 +48,7 @@ SAMPLED = {
     "target-scores": {"selected", "k"},
     "betting": {"histogram", "squares"},
     "one-sided": {"histogram", "squares"},
-    **dict.fromkeys(("scores", "bernstein", "counts"), {"histogram", "sums", "squares"}),
+    **{key: {"histogram", "sums", "squares"} for key in ("scores", "bernstein", "counts")},
 }
 BY_DAY = {"fixed", "target"}  # the others are dear, and tried by night
 
