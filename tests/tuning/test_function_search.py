@@ -71,9 +71,6 @@ def begin(folder: Path, train: Any = build, **given: Any) -> searching.FunctionS
     return search
 
 
-# --- the price --------------------------------------------------------------------------------
-
-
 def test_rates_by_class_are_those_of_every_trial(tmp_path, coarse_grid):
     """A search is priced by the rates of one trial, so another one may not have larger ones."""
     ones = int(TRAINED[1].sum())
@@ -136,9 +133,6 @@ def test_the_plan_is_the_one_of_the_theorem(tmp_path, coarse_grid):
     both = ParallelParts(((steps,), (GaussianReleases(5.0, 1),)))
     wanted = PrivacyPlan(RECORDS, (RepeatAndSelect((both,), 3.0, math.inf),), 1e-3, clip_norm=1.0)
     assert search.cost.plan == wanted
-
-
-# --- what is refused --------------------------------------------------------------------------
 
 
 CALLS: list[int] = []
@@ -215,9 +209,6 @@ def test_refusals_leave_nothing(tmp_path, coarse_grid, train, given, key):
     with pytest.raises(UserError, match=key):
         dpdist.tune(train, folder=tmp_path / "own", executor="local", **options)
     assert list(tmp_path.iterdir()) == []
-
-
-# --- a trial ----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -331,31 +322,6 @@ def test_a_secret_law_shows_the_winner_alone(tmp_path, coarse_grid):
         assert repr(trial.values["lr"]) not in public
 
 
-CHANGED: dict[str, Any] = {}
-
-
-def changing(config: Any) -> PrivateTraining:
-    """Something outside of config decides, which changes after the search was drawn."""
-    model = nn.Linear(WIDTH, 2)
-    model.scale = CHANGED.get("scale", 1.0)
-    return build(config, model=model, steps=CHANGED.get("steps", 4))
-
-
-@pytest.mark.parametrize("change", [{"scale": 2.0}, {"steps": 9}], ids=str)
-@pytest.mark.slow
-def test_state_from_elsewhere_makes_a_trial_fail(tmp_path, coarse_grid, change):
-    """An attribute or a length that changed since the draw."""
-    CHANGED.clear()
-    search = begin(tmp_path / "own", changing)
-    assert run_trial(search, 0)["failed"] is None
-    CHANGED.update(change)
-    state = run_trial(search, 1)
-    assert "train" in state["failed"] and state["scores"] == []
-    assert not search.folder.trial_folder(1).ledger.exists()
-    with pytest.raises(UserError, match="train"):
-        prepare(tmp_path / "own", changing)
-
-
 def test_other_records_than_those_of_the_search_make_a_trial_fail(tmp_path, coarse_grid):
     search = begin(tmp_path / "own")
     known = search._explorer.function
@@ -428,19 +394,17 @@ def test_a_search_that_was_broken_off_while_it_was_drawn_is_drawn_once(
             raise KeyboardInterrupt
         written(path, *given, **options)
 
-    with monkeypatch.context() as patched:
+    folder = SearchFolder(RunFolder(tmp_path / "own"))
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         for module in (searching, sys.modules["dpdist.tuning.search"]):
             patched.setattr(module, "write_json", broken)
-        with pytest.raises(KeyboardInterrupt):
-            begin(tmp_path / "own", num_trials=POISSON)
-    folder = SearchFolder(RunFolder(tmp_path / "own"))
+        begin(tmp_path / "own", num_trials=POISSON)
     drawn = folder.manifest.read_bytes()
     assert not folder.terms.exists()
-    search = begin(tmp_path / "own", num_trials=POISSON)
-    assert folder.manifest.read_bytes() == drawn and read_terms(search.folder)["assumed"]
-    known = read_json(folder.path / "built.json")
-    values = [trial.values for trial in read_trials(folder)]
-    assert set(known) == {json.dumps(each, sort_keys=True) for each in values}
+    begin(tmp_path / "own", num_trials=POISSON)
+    assert folder.manifest.read_bytes() == drawn and read_terms(folder)["assumed"]
+    values = [json.dumps(trial.values, sort_keys=True) for trial in read_trials(folder)]
+    assert set(read_json(folder.path / "built.json")) == set(values)
 
 
 class Interrupted(torch.optim.SGD):
