@@ -7,13 +7,13 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 import dpdist.cluster.submission as submission
 from dpdist.cluster.session import reload_ray_environment
 from dpdist.cluster.submission import JobClient
 from dpdist.core.errors import ClusterError
+from dpdist.runs.recipe import find_recipe
 
 TOKEN = "a" * 64
 PARTS = ["training: begins\n", "training: 10 of 20 steps\n", "certified\n"]
@@ -129,14 +129,6 @@ def test_following_shows_each_part_once_and_outlives_a_lost_tunnel(server):
 
 
 @pytest.mark.slow
-def test_a_tunnel_that_stays_away_ends_the_following(server, monkeypatch):
-    monkeypatch.setattr(submission, "_MAX_SILENCE_SECONDS", 0.1)
-    server.drop = 1000
-    with pytest.raises(ClusterError, match="http://"):
-        JobClient(server.address).follow("run-1", lambda text: None)
-
-
-@pytest.mark.slow
 def test_submit_list_and_stop(server):
     jobs = JobClient(server.address)
     jobs.submit("run-1", "dpdist run digits", metadata={"run": "digits"})
@@ -151,37 +143,20 @@ def test_submit_list_and_stop(server):
 
 
 @pytest.mark.slow
-def test_a_wrong_token_is_refused(server, monkeypatch):
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "b" * 64)
-    with pytest.raises(ClusterError, match="RAY_AUTH_TOKEN_PATH"):
-        JobClient(server.address)
-
-
-@pytest.mark.slow
-def test_submit_refuses_what_would_fail_there_later(server, tmp_path, monkeypatch):
-    """A recipe outside of what is sent, or in a folder that is never sent."""
+def test_submit_sends_the_command_that_runs_there(server, tmp_path, monkeypatch):
+    """Not a recipe outside of what is sent, or in a folder that is never sent."""
     from dpdist.cli.main import app
     from dpdist.core.errors import UserError
 
-    recipe = {
-        "data": {"name": "digits"},
-        "model": "small-cnn",
-        "privacy": {"epsilon": 1, "delta": 1e-4},
-        "training": {"batch_size": 10, "steps": 1, "learning_rate": 1},
-    }
     here = tmp_path / "here"
-    (here / "data").mkdir(parents=True)
-    for path in (tmp_path / "outside.yaml", here / "data" / "inside.yaml", here / "my.yaml"):
-        path.write_text(yaml.safe_dump(recipe))
+    for path in (tmp_path / "outside.yaml", here / "data" / "inside.yaml"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(find_recipe("digits").read_text())
     monkeypatch.chdir(here)
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", server.address)
-    for name, expected in (
-        ("../outside.yaml", "../outside.yaml: "),
-        ("data/inside.yaml", "data/inside.yaml: "),
-        ("none.yaml", "none.yaml: "),
-    ):
+    for name in ("../outside.yaml", "data/inside.yaml", "none.yaml"):
         done = CliRunner().invoke(app, ["cluster", "submit", name])
-        assert isinstance(done.exception, UserError) and expected in str(done.exception)
+        assert isinstance(done.exception, UserError) and name in str(done.exception)
     assert server.submitted == []
     done = CliRunner().invoke(
         app,
@@ -192,10 +167,3 @@ def test_submit_refuses_what_would_fail_there_later(server, tmp_path, monkeypatc
     sent = "dpdist run digits --set training.epochs=5 --set 'data.labels=[3, 5]'"
     assert server.submitted[0]["entrypoint"] == sent
     assert server.submitted[0]["runtime_env"] in ({}, None)
-    for name, named, expected in (
-        ("my.yaml", "data", "that may be sent; data, budgets"),
-        ("digits", "my.yaml", "--send: must be left out with digits"),
-    ):
-        done = CliRunner().invoke(app, ["cluster", "submit", name, "--send", named])
-        assert done.exit_code != 0 and expected in str(done.exception)
-    assert len(server.submitted) == 1

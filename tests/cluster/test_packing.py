@@ -1,4 +1,5 @@
-"""What is sent to a cluster: code and recipes; never data, runs, keys or hidden files."""
+"""What is sent to a cluster: code and recipes; never data, runs, keys or hidden files. And what
+its hosts must have in common with the driver."""
 
 from __future__ import annotations
 
@@ -7,6 +8,12 @@ from pathlib import Path
 import pytest
 
 from dpdist.cluster.submission import PackageSpec, excluded_paths, pack
+from dpdist.cluster.versions import (
+    _check_node,
+    check_same_versions,
+    code_digest,
+    package_fingerprints,
+)
 from dpdist.core.errors import ClusterError
 
 SENT = ["Makefile", "my.yaml", "nets.py", "requirements-extra.txt", "sub/deep/kernel.CU",
@@ -90,16 +97,6 @@ def test_nothing_below_data_or_a_budget_travels(tmp_path):
     assert set(excluded_paths(around, source)) == {source / "mine", source / "pub"}
 
 
-def test_too_much_is_refused_with_the_largest_files(tmp_path):
-    source = tmp_path / "work"
-    fill(source, ["a.py"])
-    (source / "notes.yaml").write_bytes(bytes(3000))
-    with pytest.raises(ClusterError, match=r"notes\.yaml"):
-        pack(PackageSpec(source), tmp_path / "package", limit=2000)
-    assert not (tmp_path / "package").exists()
-    assert pack(PackageSpec(source), tmp_path / "package", limit=4000).size == 3004
-
-
 @pytest.mark.parametrize("name", ["dpdist.py", "dpdist/__init__.py"])
 def test_a_file_that_would_hide_a_package_is_refused(name, tmp_path):
     fill(tmp_path / "work", [name])
@@ -107,16 +104,46 @@ def test_a_file_that_would_hide_a_package_is_refused(name, tmp_path):
         pack(PackageSpec(tmp_path / "work"), tmp_path / "package")
 
 
-def test_names_of_our_folders_are_the_user_s_to_take(tmp_path):
-    fill(tmp_path / "work", ["cluster.py", "tuning/x.py"])
-    files = pack(PackageSpec(tmp_path / "work"), tmp_path / "package").files
-    assert [str(path) for path in files] == ["cluster.py", "tuning/x.py"]
+PACKAGES = ("dpdist",)
 
 
-def test_from_a_checkout_our_packages_stay(tmp_path):
-    """The hosts have them installed."""
-    ours = ["dpdist/runs/recipe.py", "cluster/actor_pool.py", "tuning/a.py", "tests/x.py"]
-    fill(tmp_path / "work", ["recipes/digits.yaml", *ours])
-    assert [str(p) for p in pack(PackageSpec(tmp_path / "work"), tmp_path / "package").files] == [
-        "recipes/digits.yaml"
-    ]
+def test_same_code_passes_wherever_it_lies():
+    driver = package_fingerprints(PACKAGES)
+    moved = {k: v.replace("/", "/elsewhere/", 1) if ":" in v else v for k, v in driver.items()}
+    assert moved["dpdist"] == f"/elsewhere{driver['dpdist']}"
+    check_same_versions(driver, PACKAGES, "here")
+    check_same_versions(moved, PACKAGES, "here")
+    with pytest.raises(ClusterError, match="here: dpdist"):
+        check_same_versions(moved | {"dpdist": moved["dpdist"] + "0"}, PACKAGES, "here")
+
+
+@pytest.mark.parametrize("name", ["dpdist", "torch", "python"])
+def test_a_difference_is_named(name):
+    driver = dict(package_fingerprints(PACKAGES))
+    driver[name] = "/somewhere:0123"
+    with pytest.raises(ClusterError, match=f"node 7: {name}: "):
+        check_same_versions(driver, PACKAGES, "node 7")
+
+
+def test_a_shadowing_package_changes_the_digest(tmp_path, monkeypatch):
+    before = code_digest(("dpdist.cluster",))
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = tmp_path / "shadowed_package"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("x = 1\n")
+    first = code_digest(("shadowed_package",))
+    (folder / "__init__.py").write_text("x = 2\n")
+    assert code_digest(("shadowed_package",)) == first  # of what this process has loaded
+    package_fingerprints.cache_clear()  # as in another process
+    assert code_digest(("shadowed_package",)) != first
+    assert code_digest(("dpdist.cluster",)) == before
+
+
+def test_a_host_without_the_shared_folder_is_named(tmp_path):
+    token = tmp_path / ".seen"
+    token.write_bytes(b"driver's")
+    driver = package_fingerprints(PACKAGES)
+    _check_node(driver, PACKAGES, "node 7", token, b"driver's")
+    for other, content in ((token, b"another folder's"), (tmp_path / "x" / ".seen", b"driver's")):
+        with pytest.raises(ClusterError, match=r"^node 7: .*--runs"):
+            _check_node(driver, PACKAGES, "node 7", other, content)

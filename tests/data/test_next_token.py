@@ -112,19 +112,3 @@ def test_each_docstring_is_one_record_once_and_the_vocabulary_is_public(
         assert (again / name).read_bytes() == (made / name).read_bytes()
     with pytest.raises(UserError, match="exists already"):
         docstrings.make_docstrings(tmp_path / "first")
-
-
-def test_one_private_document_moves_no_other_one_and_no_word(tmp_path, monkeypatch, installed):
-    monkeypatch.setattr(docstrings, "_TEST_FRACTION", 0.5)
-    before = docstrings.make_docstrings(tmp_path / "first")
-    (tmp_path / "else" / "new.py").write_text(
-        '"""one one more of the documents that nobody knows"""'
-    )
-    after = docstrings.make_docstrings(tmp_path / "second")
-    grown = 0
-    for split in ("train", "test", "public"):
-        old, new = texts_of(before, split), texts_of(after, split)
-        assert [text for text in new if text in old] == old
-        grown += len(new) - len(old)
-    assert grown == 1
-    assert (after / WORDS_FILE).read_bytes() == (before / WORDS_FILE).read_bytes()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -23,8 +21,7 @@ from dpdist.privacy.phases import (
     WorstOf,
 )
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.runs.recipe import make_plan, plan_with_noise
-from dpdist.tuning import preview
+from dpdist.runs.recipe import plan_with_noise
 from dpdist.tuning.space import (
     RecordCounts,
     SearchCost,
@@ -64,11 +61,10 @@ def searched(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_trials", LAWS, ids=lambda num_trials: num_trials["name"])
+@pytest.mark.parametrize("num_trials", [LAWS[1], LAWS[3]], ids=lambda law: law["name"])
 def test_training_and_search_together_meet_the_target(searched, num_trials):
     cost = cost_of(searched(num_trials, privacy=TARGET))
     assert 0.997 * 2.0 <= cost.guarantee.epsilon <= 2.0
-    assert cost.one_training_guarantee.epsilon < 0.9 * 2.0
     # Both kinds of record pay about the target; taken for one record's both, they pay more.
     parts = cost.plan.phases[0]
     parts = parts if isinstance(parts, ParallelParts) else parts.phases[0]
@@ -78,21 +74,12 @@ def test_training_and_search_together_meet_the_target(searched, num_trials):
         """For this part of the trials, by the distribution itself."""
         if num_trials["name"] == "fixed":
             return PrivacyPlan(9000, phases, 1e-5).guarantee().epsilon
-        return search_guarantee(
-            phases, cost.num_trials.secret_distribution, records=9000, delta=1e-5
-        ).epsilon
+        law = cost.num_trials.secret_distribution
+        return search_guarantee(phases, law, records=9000, delta=1e-5).epsilon
 
     assert 0.99 * 2.0 <= paid(parts.parts[0]) <= 2.0
     assert 0.98 * 2.0 <= paid(parts.parts[1]) <= 2.0
     assert paid((*parts.parts[0], *parts.parts[1])) > 1.2 * 2.0
-
-
-def test_the_target_is_met_where_settings_cost_differently(searched):
-    space = {"training.steps": {"choice": [2, 5, 8]}}
-    asked = searched({"name": "fixed", "runs": 3}, space, privacy=TARGET)
-    full = asked.training.model_copy(update={"batch_size": 9000})  # its curve is quickly computed
-    cost = cost_of(asked.model_copy(update={"training": full}))
-    assert 0.99 * 2.0 <= cost.guarantee.epsilon <= 2.0
 
 
 def test_public_scores_are_free(searched):
@@ -108,36 +95,6 @@ def curve(phases, orders) -> np.ndarray:
 
 
 ORDERS = (1.5, 2, 4, 8, 16, 32, 64)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("length", [{"steps": 100}, {"steps": None, "epochs": 3}], ids=str)
-def test_the_bound_lies_above_every_setting(searched, length):
-    """At each setting of the space, the steps of the loop cost at most what was accounted."""
-    space = {
-        "privacy.noise_multiplier": {"choice": [1.0, 1.7, 3.0]},
-        "training.batch_size": {"choice": [100, 220, 400]},
-        "data.fraction": {"choice": [0.5, 0.83, 1.0]},
-    }
-    if length["steps"] is not None:
-        space["training.steps"] = {"choice": [50, 100]}
-    asked = searched(LAWS[0], space, tune={"score": {"noise": 5.0}})
-    asked = asked.model_copy(update={"training": asked.training.model_copy(update=length)})
-    cost = cost_of(asked)
-    bound = curve(cost.plan.phases[0].phases[0].parts[0], ORDERS)
-    for listed in itertools.product(*(domain["choice"] for domain in space.values())):
-        values = dict(zip(space, listed, strict=True))
-        trial = apply_values(asked, values, "r.yaml")
-        records = SIZES.training_records(trial.data.fraction)
-        ratio = bound / curve(
-            plan_with_noise(trial, records, cost.trial_noise_multiplier(trial)).phases, ORDERS
-        )
-        assert (ratio >= 1 - 1e-12).all(), values
-    corner = {"privacy.noise_multiplier": 1.0, "data.fraction": 0.5, "training.batch_size": 400}
-    longest = {"training.steps": 100} if "training.steps" in space else {}
-    trial = apply_values(asked, corner | longest, "r.yaml")
-    tight = bound / curve(plan_with_noise(trial, SIZES.training_records(0.5), 1.0).phases, ORDERS)
-    assert 1 - 1e-12 <= tight.min() < (1.01 if "epochs" not in length else 2.3)
 
 
 @pytest.mark.slow
@@ -180,8 +137,6 @@ def test_what_only_loss_distributions_price_is_searched(searched, privacy):
     assert cost.one_training_guarantee.epsilon < cost.guarantee.epsilon
 
 
-# --- noise splits: how a method shares its budget out
-
 PUBLIC = {"score": {"public": {"name": "digits"}}}
 
 
@@ -203,31 +158,22 @@ def test_the_worst_split_is_what_a_search_over_splits_costs(searched):
     assert price(3.0) > 1.05 * price(6.0)
 
 
-# --- no name, no nesting, no combination of entries hides what a trial costs
-
-
 @pytest.mark.parametrize(
-    ("space", "privacy", "words"),
+    ("space", "privacy"),
     [
-        (
-            {"method.redistribution.noise_multiplier": {"uniform": [4.0, 12.0]}},
-            TARGET,
-            "list its values",
-        ),
-        ({"training.batch_size": {"integer": [100, 400]}}, TARGET, "list its values"),
-        ({"method": {"choice": paid_shares(6.0, 0.2)}}, TARGET, "costs more than the recipe's own"),
+        ({"method.redistribution.noise_multiplier": {"uniform": [4.0, 12.0]}}, TARGET),
+        ({"training.batch_size": {"integer": [100, 400]}}, TARGET),
+        ({"method": {"choice": paid_shares(6.0, 0.2)}}, TARGET),
         (
             {"method.redistribution.noise_multiplier": {"uniform": [4.0, 12.0]}},
             {"noise_multiplier": 4.0, "delta": 1e-5},
-            "list its values",
         ),
     ],
 )
-def test_splits_that_cannot_be_priced_are_refused(searched, space, privacy, words):
+def test_splits_that_cannot_be_priced_are_refused(searched, space, privacy):
     asked = searched(LAWS[0], space, PUBLIC, privacy=privacy, method=paid_shares(6.0)[0])
-    with pytest.raises(UserError, match=words) as found:
+    with pytest.raises(UserError, match=r"tune\.space"):
         cost_of(asked).plan  # noqa: B018
-    assert "tune.space" in str(found.value)
 
 
 def generated_space(rng: np.random.Generator, target: bool) -> dict:
@@ -261,15 +207,14 @@ def generated_space(rng: np.random.Generator, target: bool) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "target"), [*((seed, False) for seed in range(8)), (0, True)])
+@pytest.mark.parametrize(("seed", "target"), [*((seed, False) for seed in range(4)), (0, True)])
 def test_every_trial_of_every_space_is_covered(searched, seed, target):
     """Trials drawn from generated spaces: the search is priced at least as high as the same search
     over that one training, computed here from the trial's own numbers."""
     rng = np.random.default_rng(100 * seed + target)
     num_trials = LAWS[seed % 4]
     privacy = TARGET if target else {"noise_multiplier": 2.0, "delta": 1e-5}
-    public = {"score": {"public": {"name": "digits"}}}
-    asked = searched(num_trials, generated_space(rng, target), tune=public, privacy=privacy)
+    asked = searched(num_trials, generated_space(rng, target), PUBLIC, privacy=privacy)
     check_space(asked, "r.yaml")
     cost = cost_of(asked)
     assert not target or cost.guarantee.epsilon <= 2.0
@@ -277,8 +222,7 @@ def test_every_trial_of_every_space_is_covered(searched, seed, target):
         trial = apply_values(asked, draw_values(asked.tune, rng.random), "r.yaml")
         records = SIZES.training_records(trial.data.fraction)
         noise = cost.trial_noise_multiplier(trial)
-        plan = plan_with_noise(trial, records, noise)
-        cost.trial_limit.check(plan, "r.yaml")
+        cost.trial_limit.check(plan_with_noise(trial, records, noise), "r.yaml")
         rate = trial.training.batch_size / records
         steps = trial.training.steps or trial.training.epochs * records // trial.training.batch_size
         if num_trials["name"] == "fixed":
@@ -293,40 +237,29 @@ def test_every_trial_of_every_space_is_covered(searched, seed, target):
 def test_a_plain_base_covers_only_what_can_be_made_from_it():
     """Its price may come from loss distributions, which Renyi curves do not order: two curves that
     lie one below the other are no proof, less of the same is."""
-    base = PrivacyPlan(1000, (GaussianSteps(100, 2.0, 0.1),), 1e-5)
-    limit = TrialLimit(base)
+    base = PrivacyPlan(1000, STEPS, 1e-5)
 
-    def allowed(phases, **more) -> bool:
+    def allowed(base_phases, *phases, **more) -> bool:
+        limit = TrialLimit(replace(base, phases=base_phases))
         return limit.allows(replace(base, phases=phases, **more))
 
     for fewer in ((100, 2.0, 0.1), (90, 2.0, 0.1), (100, 2.5, 0.1), (100, 2.0, 0.05)):
-        assert allowed((GaussianSteps(*fewer),))
+        assert allowed(STEPS, GaussianSteps(*fewer))
     for more in ((101, 2.0, 0.1), (100, 1.99, 0.1), (100, 2.0, 0.11), (100, 2.0, 0.1, 150)):
-        assert not allowed((GaussianSteps(*more),))
-    assert not allowed((GaussianReleases(50.0), *base.phases))
-    assert not allowed(base.phases, delta=1e-6)
-    below = (GaussianSteps(90, 2.2, 0.11),)
-    assert (curve(below, ORDERS) < curve(base.phases, ORDERS)).all()
-    assert not allowed(below)
+        assert not allowed(STEPS, GaussianSteps(*more))
+    assert not allowed(STEPS, GaussianReleases(50.0), *STEPS)
+    assert not allowed(STEPS, *STEPS, delta=1e-6)
+    below = GaussianSteps(90, 2.2, 0.11)
+    assert (curve((below,), ORDERS) < curve(STEPS, ORDERS)).all()
+    assert not allowed(STEPS, below)
     # Without a floor Renyi's bound may be the price, and the profile is no proof either.
-    assert not TrialLimit(replace(base, phases=(WorstOf((base.phases,)),))).allows(
-        replace(base, phases=below)
-    )
-    whole = replace(base, phases=(GaussianSteps(4, 2.0, 1.0),))  # as one at noise 1
-    one, floored = (
-        replace(base, phases=(GaussianSteps(1, 1.5, 1.0),)),
-        WorstOf((whole.phases,), 1e-9),
-    )
-    assert not TrialLimit(whole).allows(one) and TrialLimit(
-        replace(base, phases=(floored,))
-    ).allows(one)
-    maximum = TrialLimit(replace(base, phases=(WorstOf((base.phases,), 1e-9),)))
-    assert maximum.allows(replace(base, phases=below))  # that price is made of the profile alone
-    assert not maximum.allows(replace(base, phases=(GaussianSteps(101, 2.0, 0.1),)))
-    crossing = (GaussianSteps(5, 0.5, 0.02),)  # less delta at small epsilon, more in the tail
-    assert not maximum.allows(replace(base, phases=crossing))
-    with pytest.raises(UserError, match="trial 3"):
-        maximum.check(replace(base, phases=(GaussianSteps(200, 2.0, 0.1),)), "trial 3")
+    assert not allowed((WorstOf((STEPS,)),), below)
+    whole, one = (GaussianSteps(4, 2.0, 1.0),), GaussianSteps(1, 1.5, 1.0)  # whole: one at noise 1
+    assert not allowed(whole, one) and allowed((WorstOf((whole,), 1e-9),), one)
+    maximum = (WorstOf((STEPS,), 1e-9),)
+    assert allowed(maximum, below)  # that price is made of the profile alone
+    assert not allowed(maximum, GaussianSteps(101, 2.0, 0.1))
+    assert not allowed(maximum, GaussianSteps(5, 0.5, 0.02))  # less delta at small epsilon alone
 
 
 def test_the_rounding_of_a_trial_s_own_loss_counts():
@@ -337,8 +270,6 @@ def test_the_rounding_of_a_trial_s_own_loss_counts():
         trial = replace(base, phases=(GaussianSteps(steps, 50.0, 1e-3),))
         assert TrialLimit(base).allows(trial) is covered
 
-
-# --- a trial's relation, its paths, what is not private, and the grid
 
 STEPS = (GaussianSteps(100, 2.0, 0.1),)
 BASE = PrivacyPlan(1000, (WorstOf((STEPS,), 1e-9),), 1e-5)  # priced by its profile alone
@@ -363,121 +294,30 @@ def test_a_trial_is_of_the_relation_and_delta_that_were_accounted():
     [
         (GaussianSteps(1, 0.0, 0.1),),
         (GaussianReleases(0.0),),
-        (NonPrivate("statistics of the batch"),),
         (GaussianSteps(1, 9.0, 0.1), NonPrivate("statistics of the batch")),
         (WorstOf(((GaussianSteps(1, 9.0, 0.1),), (GaussianSteps(1, 0.0, 0.1),))),),
-    ],
-    ids=lambda phases: phases[-1].kind,
-)
-def test_no_trial_without_privacy_is_covered_by_a_private_one(phases):
-    assert not allowed(*phases)
-
-
-@pytest.mark.parametrize(
-    "phases",
-    [
-        (GaussianSteps(2, 9.0, 0.1, 150),),  # capped: paths of the smaller and the larger data
+        # Other paths: there is nothing to compare with, whatever the first one costs.
+        (GaussianSteps(2, 9.0, 0.1, 150),),
         (ParallelParts(((GaussianSteps(2, 9.0, 0.1),), (GaussianReleases(20.0),))),),
-        (ParallelParts(((GaussianSteps(2, 9.0, 0.1),), (GaussianReleases(0.1),))),),
     ],
-    ids=["capped", "parallel", "parallel and dear"],
 )
-def test_a_trial_with_other_paths_is_not_covered(phases):
-    """Path by path there is nothing to compare with, whatever the first one costs."""
+def test_no_trial_without_privacy_or_with_other_paths_is_covered(phases):
     assert not allowed(*phases)
 
 
-@pytest.mark.slow
-def test_a_trial_s_noise_is_what_the_price_s_own_grid_needs(recipe, monkeypatch):
-    """Also where a coarser grid, which is looked at first, would let less noise pass."""
-    sizes = RecordCounts(10_000, 0.1)
-    asked = recipe(
-        privacy={"epsilon": 3.0, "noise_multiplier": None},
-        training={"batch_size": 200, "steps": 100},
-        tune={
-            "space": {"training.batch_size": {"choice": [100, 300]}},
-            "score": {"public": {"name": "digits"}},
-        },
-    )
-    cost = SearchCost(asked, sizes, asked.tune.num_trials, "r.yaml")
-    trial = apply_values(
-        asked, {"training.batch_size": 300, "training.learning_rate": 0.1}, "r.yaml"
-    )
-    real = TrialLimit.allows
-
-    def allows(self, plan: PrivacyPlan, coarser: int = 1) -> bool:
-        if coarser > 1:  # as a plan with a little more noise
-            (steps,) = plan.phases
-            more = replace(steps, noise_multiplier=1.05 * steps.noise_multiplier)
-            plan = replace(plan, phases=(more,))
-        return real(self, plan, coarser)
-
-    monkeypatch.setattr(TrialLimit, "allows", allows)
-    noise = cost.trial_noise_multiplier(trial)
-    records = sizes.training_records(trial.data.fraction)
-    assert real(cost.trial_limit, plan_with_noise(trial, records, noise))
-    assert not real(cost.trial_limit, plan_with_noise(trial, records, 0.97 * noise))
-
-
-# --- what a method costs is said once
-
-ONE_RUN = {"name": "fixed", "runs": 1, "mean": None}
-OPEN = {"noise_multiplier": 0.0, "clipping": "none", "delta": 1e-4}
-OF_EACH = [
-    ("dp-sgd", {}, TARGET),
-    ("dplis", {}, TARGET),
-    ("input-noise", {"sigma": 0.25}, TARGET),
-    ("pixeldp", {}, OPEN),
-    ("hgm-pixeldp", {}, OPEN),
-    ("secure-sgd", {"redistribution": {"source": "public"}}, TARGET),
-    ("secure-sgd", {"redistribution": {"source": "paid", "noise_multiplier": 6.0}}, TARGET),
-    ("transdenoiser", {"variant": "separate-dp"}, TARGET),
-    ("transdenoiser", {"variant": "full"}, {**OPEN, "clipping": "flat"}),
-    ("residual", {"gamma": 0.1}, TARGET),
-    ("residual", {"gamma": 0.1}, OPEN),
-    ("functional", {"center": 0.2, "rounds": 3}, TARGET),
-    ("stobatch", {}, TARGET),
-    ("dpal", {}, OPEN),
-    (
-        "pate",
-        {
-            "teachers": 5,
-            "public": {"data": "digits"},
-            "queries": 10,
-            "answers": 5,
-            "threshold": 3.0,
-            "screening": 0.2,
-        },
-        TARGET,
-    ),
-]
-MODELS = {
-    "transdenoiser": {"name": "small-unet", "classifier": "/nowhere"},
-    "residual": "resnet-rp",
-    "dpal": {"name": "dpal-cnn", "mean": [0.5], "std": [0.5]},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "options", "privacy"), OF_EACH)
-def test_the_preview_of_every_method_is_the_plan_of_its_run(recipe, name, options, privacy):
-    """Noise and epsilon before any data are read are those that the run executes and states."""
-    model = MODELS.get(name, "mlp")
-    asked = recipe(
-        data={"name": "mine", "root": "/nowhere"}, model=model, method={"name": name, **options},
-        privacy=privacy, training={"batch_size": 200, "steps": 100},
-        tune={"score": {"public": {"name": "digits"}}, "num_trials": ONE_RUN},
-        certify={"sigma": 0.25},
-    )  # fmt: skip
-    sizes = preview.sizes_without_data(asked, 2000, "r.yaml")
-    (noise, shown), run = (
-        preview.untuned_run(asked, sizes, "r.yaml"),
-        make_plan(asked, 2000, "r.yaml"),
-    )
-    assert shown == run
-    assert run.phases == asked.method.cost(GaussianSteps(100, noise, 200 / 2000))
-    assert shown.guarantee().epsilon <= (asked.privacy.epsilon or math.inf)
-    row = preview.distribution_cost(asked, asked.tune.num_trials, True, sizes, noise, "r.yaml")
-    assert row.epsilon == run.guarantee().epsilon  # a search of one trial is the run
-    if asked.privacy.epsilon is not None:
-        assert row.noise_multiplier == pytest.approx(noise, rel=1e-3)
+def test_each_way_to_share_a_budget_out_gets_the_same_noise_in_all(searched):
+    """Functional: the noise on each sum follows from the center, that of all together does not."""
+    space = {"method.center": {"choice": [0.02, 0.2]}}
+    method = {"name": "functional", "rounds": 2}
+    cost = cost_of(searched(LAWS[0], space, PUBLIC, privacy=TARGET, method=method))
+    assert cost.guarantee.epsilon <= 2.0
+    for center in (0.02, 0.2):
+        trial = apply_values(cost.recipe, {"method.center": center}, "r.yaml")
+        records = SIZES.training_records(trial.data.fraction)
+        plan = plan_with_noise(trial, records, cost.trial_noise_multiplier(trial))
+        shares = np.array([plan.step(t).noise_multiplier ** -2 for t in range(plan.steps)])
+        assert shares[0] / shares.sum() == pytest.approx(center)
+        assert shares.sum() ** -0.5 == pytest.approx(cost.noise_multiplier, rel=2e-3)
+        less = plan_with_noise(trial, records, 0.98 * cost.noise_multiplier)
+        with pytest.raises(UserError):
+            cost.trial_limit.check(less, "here")

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import json
 import math
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,13 @@ from training.own_loops import WIDTH, Rows, rows
 from training.own_loops import begin as own_loop
 
 import dpdist
-from dpdist import PrivateTraining, UserError, pipeline, searching
+from dpdist import PrivateTraining, UserError, searching
 from dpdist import searched_function as built
 from dpdist.core.files import read_json
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import GaussianReleases, GaussianSteps, ParallelParts, RepeatAndSelect
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import derive_key, stream_words
-from dpdist.reports.html import write_report
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
 from dpdist.training.trained_weights import mark_trained
@@ -73,15 +71,6 @@ def begin(folder: Path, train: Any = build, **given: Any) -> searching.FunctionS
     return search
 
 
-# --- the price --------------------------------------------------------------------------------
-
-
-LAWS = [
-    FIXED, POISSON, {"name": "logarithmic", "mean": 4.0},
-    {"name": "negative-binomial", "shape": -0.5, "mean": 3.0},
-]  # fmt: skip
-
-
 def test_rates_by_class_are_those_of_every_trial(tmp_path, coarse_grid):
     """A search is priced by the rates of one trial, so another one may not have larger ones."""
     ones = int(TRAINED[1].sum())
@@ -116,20 +105,6 @@ def recipe_s_cost(recipe):
     return cost
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_trials", LAWS, ids=lambda num_trials: num_trials["name"])
-@pytest.mark.parametrize("kind", ["public", "private_eval_data"])
-def test_the_price_is_that_of_the_recipe_with_the_same_mechanism(
-    tmp_path, coarse_grid, recipe_s_cost, num_trials, kind
-):
-    search = prepare(tmp_path / "own", num_trials=num_trials, score={kind: SCORED})
-    other = recipe_s_cost(num_trials, None if kind == "public" else {})
-    assert search.cost.plan == other.plan
-    assert search.cost.guarantee == other.guarantee
-    assert search.cost.score_noise == other.score_noise
-    assert search.cost.guarantee.kind == "proved"
-
-
 def test_values_and_targets_are_priced_as_the_recipe_s(tmp_path, coarse_grid, recipe_s_cost):
     # The dearest combination is none of the ends.
     space = {"batch": {"choice": [20, 40, 30]}, "steps": {"choice": [4, 8, 6]}}
@@ -158,9 +133,6 @@ def test_the_plan_is_the_one_of_the_theorem(tmp_path, coarse_grid):
     both = ParallelParts(((steps,), (GaussianReleases(5.0, 1),)))
     wanted = PrivacyPlan(RECORDS, (RepeatAndSelect((both,), 3.0, math.inf),), 1e-3, clip_norm=1.0)
     assert search.cost.plan == wanted
-
-
-# --- what is refused --------------------------------------------------------------------------
 
 
 CALLS: list[int] = []
@@ -206,42 +178,37 @@ mark_trained(TRAINED_MODEL, Path("earlier"))
 
 
 REFUSED = [
-    (counting, {}, "train: must build the same"),
-    (stepped, {}, "before its first step"),
+    (counting, {}, "train"),
+    (stepped, {}, "train"),
     (scored_itself, {}, "train: score"),
-    (with_privacy(delta=1e-4), {}, "train: privacy.delta"),
+    (with_privacy(delta=1e-4), {}, "privacy.delta"),
     (with_privacy(noise_multiplier=0.5), {"privacy": {"epsilon": 3.0, "delta": 1e-3}},
-     "train: privacy.noise_multiplier"),
+     "privacy.noise_multiplier"),
+    (with_privacy(run_key="7f" * 32), {}, "privacy.run_key"),
     (lambda config: build(config, data=rows(RECORDS, 9)), {}, "train: data"),
-    (changed_records, {"data": Rows(rows(RECORDS, 3))}, "train: must not change"),
-    (build, {"data": OWNED, "score": {"private_eval_data": SAME_OWNER}}, "privacy.unit: .*41"),
-    (with_privacy(run_key="7f" * 32), {}, "train: privacy.run_key"),
+    (changed_records, {"data": Rows(rows(RECORDS, 3))}, "train"),
+    (build, {"data": OWNED, "score": {"private_eval_data": SAME_OWNER}}, "privacy.unit"),
     (lambda config: build(config, model=copy.deepcopy(TRAINED_MODEL)), {}, "began_with"),
     (build, {"score": {"private_eval_data": SCORED, "value": lambda *_: torch.ones(1) * 7}},
-     "score.value: .*got 7"),
+     "score.value"),
     (build, {"score": {"private_eval_data": SCORED, "value": lambda model, batch: torch.rand(1)}},
-     "score.value: .*random"),
-    (build, {"score": {"private_eval_data": TRAINED}}, "score: .* data, got 120"),
-    (build, {"score": {"public": TRAINED}}, "score.public: .*got 120"),
+     "score.value"),
+    (build, {"score": {"private_eval_data": TRAINED}}, "score: "),
+    (build, {"score": {"public": TRAINED}}, "score.public"),
 ]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("train", "given", "said"), REFUSED, ids=[said for *_, said in REFUSED])
-def test_refusals_leave_nothing(tmp_path, coarse_grid, train, given, said):
+@pytest.mark.parametrize(("train", "given", "key"), REFUSED)
+def test_refusals_leave_nothing(tmp_path, coarse_grid, train, given, key):
     CALLS.clear()
     options = {
         "space": SPACE, "data": TRAINED, "num_trials": FIXED, "score": {"public": SCORED},
         "privacy": PRIVATE, **given,
     }  # fmt: skip
-    with pytest.raises(UserError, match=said):
-        dpdist.tune(
-            train, options.pop("space"), folder=tmp_path / "own", executor="local", **options
-        )
+    with pytest.raises(UserError, match=key):
+        dpdist.tune(train, folder=tmp_path / "own", executor="local", **options)
     assert list(tmp_path.iterdir()) == []
-
-
-# --- a trial ----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -272,8 +239,7 @@ def test_the_score_is_the_noisy_sum_worked_out_by_hand(tmp_path, coarse_grid):
 
 @pytest.mark.slow
 def test_a_trial_trains_on_its_own_key_and_is_what_was_accounted(tmp_path, coarse_grid):
-    privacy = {**PRIVATE, "run_key": "7f" * 32}
-    search = begin(tmp_path / "own", privacy=privacy)
+    search = begin(tmp_path / "own", privacy={**PRIVATE, "run_key": "7f" * 32})
     keys = set()
     for number in range(3):
         assert run_trial(search, number)["failed"] is None
@@ -281,7 +247,6 @@ def test_a_trial_trains_on_its_own_key_and_is_what_was_accounted(tmp_path, coars
         keys.add(own.run_key.read_text())
         assert own.read_plan().phases == (GaussianSteps(4, 4.0, 20 / RECORDS, None),)
         assert Ledger.read(own.ledger).release_counts == dict.fromkeys(range(4), 1)
-        assert own.fixed_key_marker.exists()
     assert len(keys) == 3
     run = finish(search)
     facts = dpdist.load_results(run)
@@ -290,16 +255,11 @@ def test_a_trial_trains_on_its_own_key_and_is_what_was_accounted(tmp_path, coars
     result = dpdist.SearchResult(run)
     best = max(result.trials, key=lambda trial: trial.scores[-1])
     assert best.chosen and result.config == best.values
-    assert "NOT PRIVATE" in str(result.guarantee)
+    assert "NOT PRIVATE" in str(result.guarantee)  # a key that others know
     settings = [read_settings(search.folder, number)["values"] for number in range(3)]
     assert [trial.values for trial in result.trials] == settings
     search.make_loadable()
     assert load(run.model_folder).weight.shape == (2, WIDTH)
-    with pytest.raises(UserError, match="script"):
-        pipeline.tune(run.read_search_recipe(), runs=tmp_path / "other")
-    write_report(run)
-    page = run.report_file.read_text()
-    assert "lr" in page and searching.ASSUMED[1] in page
 
 
 @pytest.mark.slow
@@ -307,7 +267,8 @@ def test_no_training_states_or_goes_on_with_a_part_of_a_search(tmp_path, coarse_
     """The winner's folder or a trial's, opened by the script: epsilon would be one training's.
 
     Nor is the ended search the answer to another one's question."""
-    search = begin(tmp_path / "own", num_trials={"name": "fixed", "runs": 1})
+    fixed = {"name": "fixed", "runs": 1}
+    search = begin(tmp_path / "own", num_trials=fixed)
     run_trial(search, 0)
     run = finish(search)
     for folder in (run.path, search.folder.trial_folder(0).path):
@@ -317,17 +278,9 @@ def test_no_training_states_or_goes_on_with_a_part_of_a_search(tmp_path, coarse_
         )  # fmt: skip
         with pytest.raises(UserError, match="folder"):
             build(config)
-    assert prepare(run.path, num_trials={"name": "fixed", "runs": 1}).run_folder == run
+    assert prepare(run.path, num_trials=fixed).run_folder == run
     with pytest.raises(UserError, match="private records"):
-        prepare(run.path, num_trials={"name": "fixed", "runs": 1}, data=rows(RECORDS, 8))
-
-    def heavier(config: Any) -> PrivateTraining:
-        model = nn.Linear(WIDTH, 2)
-        slow = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.5)
-        return build(config, model=model, optimizer=slow)
-
-    with pytest.raises(UserError, match="train"):
-        prepare(run.path, heavier, num_trials={"name": "fixed", "runs": 1})
+        prepare(run.path, num_trials=fixed, data=rows(RECORDS, 8))
 
 
 @pytest.mark.slow
@@ -336,15 +289,13 @@ def test_an_adaptive_searcher_sees_scores_that_were_paid_for(tmp_path, coarse_gr
     from dpdist.tuning.searchers import ManifestSearcher
     from dpdist.tuning.trial import _make_suggester
 
-    options = {"score": {"private_eval_data": SCORED, "noise": 3.0}, "searcher": "optuna"}
-    search = begin(tmp_path / "own", **options)
-    assert [trial.values for trial in read_trials(search.folder)] == [None] * 3
-    assert search.cost.plan == prepare(tmp_path / "other", score=options["score"]).cost.plan
+    score = {"private_eval_data": SCORED, "noise": 3.0}
+    search = begin(tmp_path / "own", score=score, searcher="optuna")
     trials = read_trials(search.folder)
-    searcher = ManifestSearcher(
-        search.folder, trials, search.trial_noise_multiplier,
-        _make_suggester(search.folder, search.tune),
-    )  # fmt: skip
+    assert [trial.values for trial in trials] == [None] * 3
+    assert search.cost.plan == prepare(tmp_path / "other", score=score).cost.plan
+    suggester = _make_suggester(search.folder, search.tune)
+    searcher = ManifestSearcher(search.folder, trials, search.trial_noise_multiplier, suggester)
     for number in range(3):
         assert searcher.suggest(f"id-{number}") == {"trial": number}
         assert run_trial(search, number)["failed"] is None
@@ -371,59 +322,19 @@ def test_a_secret_law_shows_the_winner_alone(tmp_path, coarse_grid):
         assert repr(trial.values["lr"]) not in public
 
 
-CHANGED: dict[str, Any] = {}
-
-
-def changing(config: Any) -> PrivateTraining:
-    """Something outside of config decides, which changes after the search was drawn."""
-    model = nn.Linear(WIDTH, 2)
-    with torch.no_grad():
-        model.bias += CHANGED.get("bias", 0.0)
-    model.scale = CHANGED.get("scale", 1.0)
-    rate = CHANGED.get("lr", config["lr"])
-    given = {"steps": CHANGED.get("steps", 4)}
-    if "data" in CHANGED:
-        given["data"] = CHANGED["data"]
-    return build(
-        config, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=rate), **given
-    )
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"bias": 0.5}, {"scale": 2.0}, {"lr": 0.123}, {"steps": 9}],
-    ids=str,
-)
-@pytest.mark.slow
-def test_state_from_elsewhere_makes_a_trial_fail(tmp_path, coarse_grid, change):
-    """A weight, an attribute, a rate or a length that changed since the draw."""
-    CHANGED.clear()
-    search = begin(tmp_path / "own", changing)
-    assert run_trial(search, 0)["failed"] is None
-    CHANGED.update(change)
-    state = run_trial(search, 1)
-    assert "train" in state["failed"]
-    with pytest.raises(UserError, match="training.steps" if "steps" in change else "train: "):
-        prepare(tmp_path / "own", changing)
-    assert state["scores"] == [] and not search.folder.trial_folder(1).ledger.exists()
-    CHANGED.clear()
-
-
 def test_other_records_than_those_of_the_search_make_a_trial_fail(tmp_path, coarse_grid):
     search = begin(tmp_path / "own")
     known = search._explorer.function
-    for other in (
-        {"records": dpdist.as_records(rows(RECORDS, 9))},
-        {"scored": dpdist.as_records(rows(EVAL_DATA, 9))},
-    ):
+    others = {"records": rows(RECORDS, 9), "scored": rows(EVAL_DATA, 9)}
+    for number, (name, data) in enumerate(others.items()):
+        other = {name: dpdist.as_records(data)}
         search._explorer.function = dataclasses.replace(known, **other)
-        number = 0 if "records" in other else 1
-        assert "data: other records" in run_trial(search, number)["failed"]
+        assert "data" in run_trial(search, number)["failed"]
 
 
 @pytest.mark.slow
 def test_an_error_counts_as_the_worst_and_its_text_stays_private(tmp_path, coarse_grid):
-    """In train, in a step and in the score; a failed trial is not tried again."""
+    """A failed trial is not tried again."""
     calls = []
 
     class Raising(torch.optim.SGD):
@@ -434,52 +345,40 @@ def test_an_error_counts_as_the_worst_and_its_text_stays_private(tmp_path, coars
     def train(config: Any) -> PrivateTraining:
         model = nn.Linear(WIDTH, 2)
         kind = Raising if config["kind"] == "step" else torch.optim.SGD
-        if config["kind"] == "train":
-            raise RuntimeError("record 17")
         return build(config, model=model, optimizer=kind(model.parameters(), lr=0.1))
 
-    space = {"kind": {"choice": ["fine", "step"]}}
-    num_trials = {"name": "fixed", "runs": 8}
+    given = {"space": {"kind": {"choice": ["fine", "step"]}}, "num_trials": {**FIXED, "runs": 8}}
     for attempt in range(6):  # a key whose 8 draws are of one kind comes once in 128
-        search = begin(tmp_path / f"own{attempt}", train, space=space, num_trials=num_trials)
+        search = begin(tmp_path / f"own{attempt}", train, **given)
         kinds = [trial.values["kind"] for trial in read_trials(search.folder)]
         if len(set(kinds)) == 2:
             break
     states = [run_trial(search, number) for number in range(8)]
     for kind, state in zip(kinds, states, strict=True):
         assert state["done"] and (state["failed"] is None) == (kind == "fine")
-    before = len(calls)
-    assert run_trial(search, kinds.index("step")) == states[kinds.index("step")]
-    assert len(calls) == before == kinds.count("step")
+    failed = kinds.index("step")
+    assert run_trial(search, failed) == states[failed] and len(calls) == kinds.count("step")
     run = finish(search)
     assert dpdist.SearchResult(run).config == {"kind": "fine"}
-    assert "record 17" in states[kinds.index("step")]["failed"]
-    assert "record 17" not in run.trials.read_text()
-    assert "record 17" not in run.search_record.read_text()
+    assert "record 17" in states[failed]["failed"]
+    assert "record 17" not in run.trials.read_text() + run.search_record.read_text()
 
 
 @pytest.mark.slow
 def test_a_continued_search_is_about_the_same_records_and_arguments(tmp_path, coarse_grid):
     search = begin(tmp_path / "own")
-    manifest = search.folder.manifest.read_bytes()
-    built = (search.folder.path / "built.json").read_bytes()
-    again = begin(tmp_path / "own")
-    assert search.folder.manifest.read_bytes() == manifest
-    assert (search.folder.path / "built.json").read_bytes() == built
-    assert read_terms(again.folder) == read_terms(search.folder)
-    with pytest.raises(UserError, match="private records"):
-        prepare(tmp_path / "own", data=rows(RECORDS, 8))
-    with pytest.raises(UserError, match="private records"):
-        prepare(tmp_path / "own", score={"public": rows(EVAL_DATA, 8)})
-    for other in (
-        {"num_trials": {"name": "fixed", "runs": 4}},
-        {"space": {"lr": {"uniform": [0.1, 1]}}},
+    files = [search.folder.manifest, search.folder.path / "built.json", search.folder.terms]
+    before = [path.read_bytes() for path in files]
+    begin(tmp_path / "own")
+    assert [path.read_bytes() for path in files] == before
+    for other, key in (
+        ({"data": rows(RECORDS, 8)}, "private records"),
+        ({"score": {"public": rows(EVAL_DATA, 8)}}, "private records"),
+        ({"num_trials": {"name": "fixed", "runs": 4}}, "folder="),
+        ({"space": {"lr": {"uniform": [0.1, 1]}}}, "folder="),
     ):
-        with pytest.raises(UserError, match="folder="):
+        with pytest.raises(UserError, match=key):
             prepare(tmp_path / "own", **other)
-    search.folder.settings_file(0).parent.mkdir()
-    CHANGED.clear()
-    assert run_trial(search, 0)["failed"] is None
 
 
 @pytest.mark.slow
@@ -495,49 +394,55 @@ def test_a_search_that_was_broken_off_while_it_was_drawn_is_drawn_once(
             raise KeyboardInterrupt
         written(path, *given, **options)
 
-    with monkeypatch.context() as patched:
+    folder = SearchFolder(RunFolder(tmp_path / "own"))
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         for module in (searching, sys.modules["dpdist.tuning.search"]):
             patched.setattr(module, "write_json", broken)
-        with pytest.raises(KeyboardInterrupt):
-            begin(tmp_path / "own", num_trials=POISSON)
-    folder = SearchFolder(RunFolder(tmp_path / "own"))
+        begin(tmp_path / "own", num_trials=POISSON)
     drawn = folder.manifest.read_bytes()
     assert not folder.terms.exists()
-    search = begin(tmp_path / "own", num_trials=POISSON)
-    assert folder.manifest.read_bytes() == drawn and read_terms(search.folder)["assumed"]
-    known = read_json(folder.path / "built.json")
-    values = [trial.values for trial in read_trials(folder)]
-    assert set(known) == {json.dumps(each, sort_keys=True) for each in values}
+    begin(tmp_path / "own", num_trials=POISSON)
+    assert folder.manifest.read_bytes() == drawn and read_terms(folder)["assumed"]
+    values = [json.dumps(trial.values, sort_keys=True) for trial in read_trials(folder)]
+    assert set(read_json(folder.path / "built.json")) == set(values)
+
+
+class Interrupted(torch.optim.SGD):
+    """Ctrl-C in step number `stop_at` of each optimizer, if it is set."""
+
+    stop_at = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.taken = getattr(self, "taken", 0) + 1
+        if self.taken == Interrupted.stop_at:
+            raise KeyboardInterrupt
+        super().step()
+
+
+def interrupted(config: Any) -> PrivateTraining:
+    model = nn.Linear(WIDTH, 2)
+    optimizer = Interrupted(model.parameters(), lr=config["lr"])
+    resources = {"checkpoint_seconds": 1e-6}
+    return build(config, model=model, optimizer=optimizer, resources=resources)
+
+
+def run_interrupted_trial(search: Any, number: int, patch: pytest.MonkeyPatch, step: int) -> None:
+    with patch.context() as inner, pytest.raises(KeyboardInterrupt):
+        inner.setattr(Interrupted, "stop_at", step)
+        run_trial(search, number)
+    assert not read_scores(search.folder, number)["done"]
 
 
 @pytest.mark.slow
-def test_an_interrupted_trial_is_replayed_to_the_same_end(tmp_path, coarse_grid):
+def test_an_interrupted_trial_is_replayed_to_the_same_end(tmp_path, coarse_grid, monkeypatch):
     """Broken off inside a step: the same keys, and the scores of a trial that was not."""
-    broken = [False]
-
-    class Interrupted(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            self.taken = getattr(self, "taken", 0) + 1
-            if broken[0] and self.taken == 3:
-                raise KeyboardInterrupt
-            super().step()
-
-    def train(config: Any) -> PrivateTraining:
-        model = nn.Linear(WIDTH, 2)
-        optimizer = Interrupted(model.parameters(), lr=config["lr"])
-        return build(
-            config, model=model, optimizer=optimizer, resources={"checkpoint_seconds": 1e-6}
-        )
-
-    privacy, score = {**PRIVATE, "run_key": "7f" * 32}, {"private_eval_data": SCORED, "noise": 3.0}
-    options = {"privacy": privacy, "score": score}
-    whole = begin(tmp_path / "whole", train, **options)
-    search = begin(tmp_path / "own", train, **options)
-    broken[0] = True
-    with pytest.raises(KeyboardInterrupt):
-        run_trial(search, 1)
-    assert not read_scores(search.folder, 1)["done"]
-    broken[0] = False
+    options = {
+        "privacy": {**PRIVATE, "run_key": "7f" * 32},
+        "score": {"private_eval_data": SCORED, "noise": 3.0},
+    }
+    whole = begin(tmp_path / "whole", interrupted, **options)
+    search = begin(tmp_path / "own", interrupted, **options)
+    run_interrupted_trial(search, 1, monkeypatch, step=3)
     assert run_trial(search, 1)["failed"] is None
     run_trial(whole, 1)
     states = [load(each.folder.trial_folder(1).model_folder) for each in (search, whole)]
@@ -549,22 +454,8 @@ def test_an_interrupted_trial_is_replayed_to_the_same_end(tmp_path, coarse_grid)
 
 def test_a_trial_that_is_not_replayed_exactly_has_failed(tmp_path, coarse_grid, monkeypatch):
     """Other code than before the interruption: the step would be released a second time."""
-    broken = [True]
-
-    class Interrupted(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            if broken[0]:
-                raise KeyboardInterrupt
-            super().step()
-
-    def train(config: Any) -> PrivateTraining:
-        model = nn.Linear(WIDTH, 2)
-        return build(config, model=model, optimizer=Interrupted(model.parameters(), lr=0.1))
-
-    search = begin(tmp_path / "own", train)
-    with pytest.raises(KeyboardInterrupt):
-        run_trial(search, 0)
-    broken[0] = False
+    search = begin(tmp_path / "own", interrupted)
+    run_interrupted_trial(search, 0, monkeypatch, step=1)
     monkeypatch.setattr("dpdist.private_training.code_digest_of", lambda *code: "edited")
     assert run_trial(search, 0)["failed"] == "the training could not be replayed exactly"
 
@@ -584,57 +475,3 @@ def test_a_model_that_changes_between_steps_makes_a_trial_fail(tmp_path, coarse_
 
     search = begin(tmp_path / "own", train)
     assert run_trial(search, 0)["failed"] == "parameters changed between steps"
-
-
-@pytest.mark.slow
-def test_a_scheduler_follows_and_public_records_are_evaluated(tmp_path, coarse_grid):
-    rates: list[float] = []
-
-    class Noting(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            rates.append(self.param_groups[0]["lr"])
-            super().step()
-
-    def train(config: Any) -> PrivateTraining:
-        model = nn.Linear(WIDTH, 2)
-        optimizer = Noting(model.parameters(), lr=0.5)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        return build(
-            config, model=model, optimizer=optimizer, state=[scheduler], eval_data=rows(30, 3),
-            privacy=config.privacy.model_copy(update={"clip_norm": config["clip"]}),
-        )  # fmt: skip
-
-    search = begin(tmp_path / "own", train, space={"clip": {"choice": [0.5, 2.0]}})
-    for number in range(3):
-        assert run_trial(search, number)["failed"] is None
-    assert rates == [0.5, 0.25, 0.125, 0.0625] * 3
-    run = finish(search)
-    search.make_loadable()
-    chosen = run.read_recipe()
-    assert chosen.data.root == run.path / "eval-data" and chosen.data.root.is_dir()
-    searching.evaluate_stage(chosen, run)
-    assert dpdist.load_results(run).evaluation["inputs"] == 30
-    assert chosen.privacy.clip_norm == dpdist.SearchResult(run).config["clip"]
-
-
-@pytest.mark.slow
-def test_a_factory_may_be_named_for_the_release_of_a_winner(tmp_path, monkeypatch):
-    """The winner's folder holds what the checkpoints of its trial said of the module."""
-    text = f"from torch import nn\n\n\ndef net(shape, classes):\n    return nn.Linear({WIDTH}, 2)\n"
-    (tmp_path / "nets_of_winners.py").write_text(text)
-    other = "from torch import nn\n\n\ndef net(shape, classes):\n    return "
-    other += f"nn.Linear({WIDTH}, 2, bias=False)\n"
-    (tmp_path / "nets_of_others.py").write_text(other)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    search = begin(tmp_path / "own")
-    for trial in read_trials(search.folder):
-        run_trial(search, trial.number)
-    run = finish(search)
-    for trial in read_trials(search.folder):
-        shutil.rmtree(search.folder.trial_folder(trial.number).checkpoints)
-    with pytest.raises(UserError, match="factory"):
-        dpdist.write_release(run, factory="nets_of_others:net")
-    dpdist.write_release(run, factory="nets_of_winners:net")
-    release = dpdist.load(run.release_folder, trusted_factory="nets_of_winners:net")
-    assert release.card["guarantee"]["epsilon"] == search.cost.plan.guarantee().epsilon
-    torch.testing.assert_close(release.model(SCORED[0]), load(run.model_folder)(SCORED[0]))

@@ -8,19 +8,28 @@ the generating function of K's distribution, so that its privacy loss is known w
 from __future__ import annotations
 
 import math
+import stat
 
 import numpy as np
 import pytest
 from scipy import integrate, stats
 from support.mechanisms import log_pmf
 
-from dpdist.config.search import NumTrialsRecipe, TuneRecipe
-from dpdist.gradients.noise import add_noise
+from dpdist.config.search import NumTrialsRecipe
 from dpdist.privacy.calibration import search_guarantee
-from dpdist.privacy.phases import GaussianReleases, NoisyVotes, WorstOf
+from dpdist.privacy.phases import GaussianReleases
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import derive_key
-from dpdist.tuning.manifest import best_trial, draw_number_of_trials, draw_trials
+from dpdist.runs.folder import RunFolder
+from dpdist.tuning.manifest import (
+    SearchFolder,
+    Trial,
+    best_trial,
+    draw_number_of_trials,
+    draw_trials,
+    ensure_manifest,
+    read_trials,
+)
 
 DELTA = 1e-3
 NOISE = 2.0  # multiplier: standard deviation of the noise on a count
@@ -32,11 +41,8 @@ def generating_function(distribution: NumTrialsRecipe, order: int = 0):
         mean = distribution.mean
         return lambda z: mean**order * np.exp(mean * (z - 1))
     if distribution.name == "fixed":
-        return (
-            (lambda z: z**distribution.runs)
-            if not order
-            else (lambda z: distribution.runs * z ** (distribution.runs - 1))
-        )
+        runs = distribution.runs
+        return lambda z: runs**order * z ** (runs - order)
     selection = distribution.secret_distribution
     gamma, eta = selection.gamma, selection.shape
     if eta == 0:
@@ -104,84 +110,55 @@ def test_a_fixed_number_without_composition_is_caught():
     assert true_delta(NumTrialsRecipe(name="geometric", mean=30.0), one) > 2 * DELTA
 
 
-def search_many(
-    distribution: NumTrialsRecipe, center: float, searches: int, seed: int
-) -> np.ndarray:
-    """The released score of each search (-inf: no model), by the code that runs real searches."""
-    tune = TuneRecipe.model_validate(
-        {
-            "space": {"x": {"uniform": (0, 1)}},
-            "num_trials": distribution.model_dump(exclude_none=True),
-        }
-    )
-    released = np.full(searches, -np.inf)
-    for number in range(searches):
-        key = derive_key(bytes(32), "test", seed, number)
-        trials = draw_trials(tune, key)
-        scores = {
-            trial.number: float(add_noise(np.array([center]), trial.key, NOISE)[0])
-            for trial in trials
-        }
-        winner = best_trial(trials, scores)
-        if winner is not None:
-            released[number] = scores[winner]
-    return released
-
-
-SPLITS = [0.1, 0.5]  # parts of mu^2 = 1 / NOISE^2 that the first of two releases has
-PRICES = {
-    "counts": [tuple(GaussianReleases(NOISE / p**0.5, 1) for p in (s, 1 - s)) for s in SPLITS],
-    "votes": [(NoisyVotes(NOISE, 5, 3, s, 1, 1.0),) for s in SPLITS],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parts", PRICES)
-def test_a_search_over_splits_costs_what_one_without_costs(parts):
-    """Each split has the same profile. Priced without the first of its releases, as if a split
-    were free, the search's exact delta is beyond the promise."""
-    distribution = NumTrialsRecipe(name="geometric", mean=6.0)
-    choices = WorstOf(tuple(PRICES[parts]))
-    priced = search_guarantee(
-        (choices,), distribution.secret_distribution, records=100, delta=DELTA
-    )
-    assert priced.epsilon == pytest.approx(stated(distribution), rel=5e-3)
-    without = search_guarantee(
-        PRICES["counts"][1][1:], distribution.secret_distribution, records=100, delta=DELTA
-    )
-    assert true_delta(distribution, without.epsilon) > 2 * DELTA
-
-
-@pytest.mark.slow
-def test_released_scores_follow_the_exact_law():
-    """Kolmogorov-Smirnov on 4,000 searches against G(F(t)); fails by chance once in 10^4 seeds.
-    A distribution with another mean is rejected by the same test."""
-    distribution = NumTrialsRecipe(name="geometric", mean=4.0)
-    scores = search_many(distribution, 0.0, 4000, 3)
-
-    def law(mean: float):
-        g = generating_function(distribution.model_copy(update={"mean": mean}))
-        return lambda t: g(stats.norm.cdf(t, 0, NOISE))
-
-    assert stats.kstest(scores, law(4.0)).pvalue > 1e-4
-    assert stats.kstest(scores, law(5.0)).pvalue < 1e-6
-
-
-@pytest.mark.parametrize(
-    "distribution", [*LAWS[:2], LAWS[3]], ids=lambda distribution: distribution.name
-)
+@pytest.mark.parametrize("distribution", [LAWS[0], LAWS[3]], ids=lambda law: law.name)
 def test_the_number_of_trials_follows_its_law(distribution):
     """Chi-square on 1,500 draws of K; fails by chance once in 10^4 seeds per distribution."""
-    draws = [
-        draw_number_of_trials(distribution, derive_key(bytes(32), "k", i)) for i in range(1500)
-    ]
+    keys = (derive_key(bytes(32), "k", i) for i in range(1500))
+    draws = np.array([draw_number_of_trials(distribution, key) for key in keys])
     selection = distribution.secret_distribution
-    ks = range(0, 12)
-    expected = [math.exp(log_pmf(selection, k)) * len(draws) for k in ks]
-    expected.append(selection.tail_probability(12) * len(draws))
-    observed = [draws.count(k) for k in ks] + [sum(k >= 12 for k in draws)]
-    pairs = [(o, e) for o, e in zip(observed, expected, strict=True) if e > 4]
-    rest = [(o, e) for o, e in zip(observed, expected, strict=True) if e <= 4]
-    pairs.append((sum(o for o, _ in rest), sum(e for _, e in rest) or 1e-9))
+    expected = [math.exp(log_pmf(selection, k)) * len(draws) for k in range(12)]
+    expected = np.array([*expected, selection.tail_probability(12) * len(draws)])
+    observed = np.bincount(draws.clip(max=12), minlength=13)
+    rare = expected <= 4  # put together
+    pairs = [*zip(observed[~rare], expected[~rare], strict=True)]
+    pairs.append((observed[rare].sum(), expected[rare].sum() or 1e-9))
     statistic = sum((o - e) ** 2 / e for o, e in pairs if e > 1e-6)
     assert stats.chi2.sf(statistic, len(pairs) - 1) > 1e-4
+
+
+KEY = bytes(range(32))
+
+
+def test_everything_is_drawn_before_and_read_back_never_redrawn(recipe, tmp_path):
+    tune = recipe(tune={"num_trials": {"name": "poisson", "mean": 8.0}}).tune
+    folder = SearchFolder(RunFolder(tmp_path))
+    ensure_manifest(folder, tune, KEY)
+    before = folder.manifest.read_bytes()
+    trials = read_trials(folder)
+    assert trials == draw_trials(tune, KEY)
+    assert len({trial.key for trial in trials}) == len(trials) > 1
+    assert all(0.1 <= trial.values["training.learning_rate"] <= 1 for trial in trials)
+    ensure_manifest(folder, tune, bytes(32))  # another key would draw others
+    assert folder.manifest.read_bytes() == before
+    assert draw_trials(tune, bytes(32)) != trials
+    assert stat.S_IMODE(folder.manifest.stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+
+
+def test_keys_and_values_do_not_depend_on_how_many_trials_there_are(recipe):
+    def drawn(runs: int, **more: str) -> list[Trial]:
+        num_trials = {"name": "fixed", "runs": runs, "mean": None}
+        return draw_trials(recipe(tune={"num_trials": num_trials, **more}).tune, KEY)
+
+    assert drawn(9)[:2] == drawn(2)
+    assert [trial.values for trial in drawn(3, searcher="optuna")] == [None] * 3
+
+
+def test_the_best_is_the_highest_score_and_ties_ignore_the_data():
+    trials = [Trial(n, KEY, tie) for n, tie in enumerate(("b", "c", "a"))]
+    assert best_trial(trials, {0: 0.1, 1: 0.3, 2: 0.2}) == 1
+    assert best_trial(trials, {0: 0.2, 2: 0.2}) == 0
+    assert best_trial(trials, {2: 0.2, 0: 0.2, 1: 0.2}) == 1
+    assert best_trial(trials, {2: -5.0}) == 2  # the others failed: minus infinity
+    assert best_trial(trials, {}) is None
+    assert best_trial([], {}) is None

@@ -50,38 +50,6 @@ def model(tmp_path):
     return module.eval(), tmp_path / "model"
 
 
-def contents(dataset: Dataset) -> set[bytes]:
-    return {dataset.batch(slice(i, i + 1)).numpy().tobytes() for i in range(len(dataset))}
-
-
-def test_removing_one_record_moves_no_other_across_the_split(records):
-    root, inputs, labels = records
-    whole = stored(root / "whole", inputs, labels)
-    held, kept = whole.select_by_hash(0.0, 0.3), whole.select_by_hash(0.3, 1.0)
-    assert len(held) + len(kept) == 120 and 15 < len(held) < 60
-    for removed in (0, 17, 119):
-        less = np.delete(np.arange(120), removed)
-        smaller = stored(root / f"without-{removed}", inputs[less], labels[less])
-        gone_held = contents(held) - contents(smaller.select_by_hash(0.0, 0.3))
-        gone_kept = contents(kept) - contents(smaller.select_by_hash(0.3, 1.0))
-        assert contents(smaller.select_by_hash(0.0, 0.3)) < contents(held) or not gone_held
-        assert len(gone_held) + len(gone_kept) == 1
-    by_position = np.arange(120) < 36  # the split that would not do: a removal moves another one
-    shifted = np.delete(np.arange(120), 3)[:36]
-    assert set(shifted) - set(np.flatnonzero(by_position)) == {36}
-
-
-def test_parts_are_cut_in_every_view(records):
-    root, inputs, labels = records
-    whole = stored(root / "whole", inputs, labels)
-    part = whole.select_by_hash(0.3, 1.0)
-    assert np.array_equal(part.inputs[:5, 0], (part.batch(slice(0, 5)) * 255).numpy()[:, 0])
-    assert np.array_equal(part.targets(np.array([2, 7])).numpy(), part.labels[[2, 7]])
-    assert part.fingerprint != whole.fingerprint and whole.select_by_hash(0.0, 1.0) is whole
-    limited = whole.first(50)
-    assert len(limited.select_by_hash(0.0, 0.3)) + len(limited.select_by_hash(0.3, 1.0)) == 50
-
-
 OBJECTIVES = [
     ScoreRecipe(),
     ScoreRecipe(objectives={"certified-accuracy": 1.0}, radius=0.05, samples=20),
@@ -130,15 +98,12 @@ class Company(torch.nn.Module):
 def test_private_records_are_executed_alone(records):
     root, inputs, _ = records
     dataset = stored(root / "some", inputs[:30], np.zeros(30, dtype=np.int64))
-    private = _record_scores(Company(), dataset, ScoreRecipe(), None, 1.0, KEY)
-    assert (
-        private.sum() == 30
-        and _record_scores(Company(), dataset, ScoreRecipe(), None, None, KEY).sum() == 0
-    )
+    for most, right in ((1.0, 30), (None, 0)):  # of public records all at once
+        found = _record_scores(Company(), dataset, ScoreRecipe(), None, most, KEY)
+        assert found.sum() == right
 
 
 def test_radii_are_those_of_the_certifier(records, model):
-    """Against the bulk certifier's own formula on exact class probabilities of a linear model."""
     root, inputs, _ = records
     module = model[0]
     with torch.inference_mode():
@@ -146,33 +111,27 @@ def test_radii_are_those_of_the_certifier(records, model):
     labels[:2] = (labels[:2] + 1) % 10  # wrong ones have no radius
     dataset = stored(root / "some", inputs[:12], labels)
     settings = ScoreRecipe(objectives={"certified-accuracy": 1.0}, radius=0.1, samples=200)
-    radii = certified_radii(module, dataset, settings, 0.2, KEY)
+    radii, again, other = (
+        certified_radii(module, dataset, settings, 0.2, key) for key in (KEY, KEY, bytes(32))
+    )
     assert (radii[:2] == -1).all() and (radii[2:] > 0).any()
     ceiling = 0.2 * stats.norm.ppf(0.01 ** (1 / 200))
     assert radii.max() <= ceiling * (1 + 1e-9)
-    again = certified_radii(module, dataset, settings, 0.2, KEY)
-    other = certified_radii(module, dataset, settings, 0.2, bytes(32))
     assert np.array_equal(radii, again) and not np.array_equal(radii, other)
 
 
 def test_private_scores_carry_exactly_the_noise_paid_for(records, model):
     """Chi-square on 400 keys at 10^-4 a side; two thirds and three halves of it are rejected."""
     root, inputs, labels = records
-    dataset = stored(root / "whole", inputs, labels)
-    exact = float(values_by(ACCURACY, model[0], dataset, 1).sum())
-    public = compute_score(model[1], dataset, ScoreRecipe(), sigma=None, noise=None, key=KEY)
-    assert public == exact / 120
-    drawn = np.array(
-        [
-            compute_score(
-                model[1], dataset.first(20), ScoreRecipe(), sigma=None, noise=3.0,
-                key=i.to_bytes(32, "little"),
-            )
-            for i in range(400)
-        ]
-    )  # fmt: skip
-    center = float(values_by(ACCURACY, model[0], dataset.first(20), 1).sum())
-    statistic = (((drawn * 20 - center) / 3.0) ** 2).sum()
+    few = stored(root / "whole", inputs, labels).first(20)
+    exact = float(values_by(ACCURACY, model[0], few, 1).sum())
+
+    def score(noise: float | None, key: bytes) -> float:
+        return compute_score(model[1], few, ScoreRecipe(), sigma=None, noise=noise, key=key)
+
+    assert score(None, KEY) == exact / 20
+    drawn = np.array([score(3.0, i.to_bytes(32, "little")) for i in range(400)])
+    statistic = (((drawn * 20 - exact) / 3.0) ** 2).sum()
     low, high = stats.chi2.ppf([1e-4, 1 - 1e-4], 400)
     assert low < statistic < high
     for wrong in (2 / 3, 3 / 2):
@@ -188,22 +147,6 @@ def test_a_diverged_model_has_no_score(records, model):
     dataset = stored(root / "whole", inputs, labels)
     with pytest.raises(UserError, match="not finite"):
         compute_score(folder, dataset, ScoreRecipe(), sigma=None, noise=1.0, key=KEY)
-
-
-def test_a_model_that_says_no_number_is_right_about_nothing(records, model):
-    root, inputs, _ = records
-    dataset = stored(root / "some", inputs[:40], np.zeros(40, dtype=np.int64))
-
-    class Nothing(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            said = torch.nn.functional.one_hot(torch.zeros(len(x), dtype=torch.int64), 10).float()
-            return torch.where(x.flatten(1)[:, :1] < 0.5, torch.nan, said)
-
-    first = dataset.batch(slice(0, 40)).flatten(1)[:, 0].numpy()
-    for rows in (1, 7, 40):
-        assert np.array_equal(
-            values_by(ACCURACY, Nothing(), dataset, rows), (first >= 0.5).astype(float)
-        )
 
 
 def test_whatever_a_score_draws_has_a_key_of_its_own(records, model, monkeypatch):
@@ -230,7 +173,7 @@ def test_no_private_record_is_executed_again(records, model, monkeypatch):
     assert len(certified_radii(model[0], dataset, settings, 0.2, KEY)) == 5
 
 
-@pytest.mark.parametrize("noise", [0.3, 7.0, 1000.0])
+@pytest.mark.parametrize("noise", [0.3, 1000.0])
 def test_a_published_score_says_nothing_of_how_many_records_there_are(noise):
     """The same noisy count, of whatever number of records, is the same published score; the shares
     themselves lie on another grid for each number."""
@@ -239,8 +182,3 @@ def test_a_published_score_says_nothing_of_how_many_records_there_are(noise):
         publishable_score(float(c) / n, n, noise, 143.7) for c in counts for n in (99, 143, 60_000)
     }
     assert shown == {float(c) / 143.7 for c in counts}
-    assert (
-        publishable_score(0.731, 99, None, 143.7)
-        == publishable_score(0.731, 99, 0.0, 143.7)
-        == 0.731
-    )

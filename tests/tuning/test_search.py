@@ -3,36 +3,45 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from scipy.optimize import brentq
+from scipy.stats import norm
 from searches import finish
 from support.training import parameters
 
-from dpdist import models
-from dpdist.cluster.executor import LocalExecutor
+from dpdist import pipeline
+from dpdist.cluster.executor import LocalExecutor, open_executor
+from dpdist.core import console
 from dpdist.core.errors import UserError
 from dpdist.core.files import write_json
 from dpdist.privacy.budget import read_budgets
 from dpdist.privacy.ledger import Ledger
-from dpdist.privacy.plan import PrivacyPlan
 from dpdist.publishing import write_release
 from dpdist.release.verify import verify_release
 from dpdist.reports.html import write_report
 from dpdist.reports.results import load_results, trial_table
-from dpdist.runs.recipe import plan_with_noise
 from dpdist.training import worker
+from dpdist.training.job import prepare as prepare_training
 from dpdist.training.records import data_source, private_records_between, records_with_canaries
 from dpdist.tuning import scoring
 from dpdist.tuning import trial as trial_module
 from dpdist.tuning.manifest import SearchFolder, draw_number_of_trials, read_scores, read_trials
 from dpdist.tuning.search import NoModelError
-from dpdist.tuning.space import TrialLimit
 
 EXECUTOR = LocalExecutor()
 POISSON = {"name": "poisson", "mean": 3.0}
+
+
+FIXED_TWO = {"name": "fixed", "runs": 2, "mean": None}
+
+
+def two(recipe, **tune: object):
+    return recipe(tune={"num_trials": FIXED_TWO, **tune})
 
 
 @pytest.mark.slow
@@ -53,18 +62,14 @@ def test_the_winner_becomes_an_ordinary_run_with_the_search_in_its_guarantee(
         },
     )  # fmt: skip
     search = begin(asked)
-    reports = run_trials(search)
-    trials = read_trials(search.folder)
-    scores = {n: report[-1][1] for n, report in enumerate(reports)}
+    scores = [report[-1][1] for report in run_trials(search)]
     search._charge_budget()
     finish(search)
-    run = search.run_folder
-    winner = max(scores, key=lambda n: scores[n])
+    run, winner = search.run_folder, scores.index(max(scores))
     assert torch.equal(parameters(run), parameters(search.folder.trial_folder(winner)))
 
-    facts = load_results(run)
+    facts, chosen = load_results(run), read_trials(search.folder)[winner].values
     assert facts.recipe.tune is None
-    chosen = trials[winner].values
     assert facts.recipe.training.learning_rate == chosen["training.learning_rate"]
     assert facts.recipe.certify.sigma == chosen["certify.sigma"]
     assert 3.98 < facts.guarantee.epsilon <= 4.0
@@ -74,9 +79,8 @@ def test_the_winner_becomes_an_ordinary_run_with_the_search_in_its_guarantee(
     assert charged.charges[0].status == "settled"
     assert charged.guarantee(1e-4).epsilon == pytest.approx(facts.guarantee.epsilon)
     assert facts.data_set_guarantee.epsilon == pytest.approx(facts.guarantee.epsilon)
-    assert facts.budget_problem is None
     Path(asked.privacy.budget).rename(tmp_path / "elsewhere")
-    assert load_results(run).budget_problem  # it was to say what all runs cost
+    assert load_results(run).budget_problem and not facts.budget_problem
     (tmp_path / "elsewhere").rename(asked.privacy.budget)
 
     write_report(run)
@@ -84,9 +88,6 @@ def test_the_winner_becomes_an_ordinary_run_with_the_search_in_its_guarantee(
     verify_release(run.release_folder)
     card = json.loads((run.release_folder / "privacy_card.json").read_text())
     assert card["guarantee"]["epsilon"] == facts.guarantee.epsilon
-    assert card["mechanism"][0].startswith("the best of a secret random number of runs")
-    assert "search" in card["notes"][-1] or "search" in " ".join(card["notes"])
-
     assert "seconds" not in run.training_summary.read_text()  # which depend on other trials
 
 
@@ -118,34 +119,19 @@ def test_a_law_without_a_renyi_bound_meets_budgets(recipe, begin, tmp_path):
     assert not any(one.charges for one in read_budgets(str(tmp_path / "filtered")))
 
 
-def test_a_dry_run_of_a_search_looks_at_its_records_budget(recipe, begin, tmp_path):
-    """A search that was charged already passes; a second one that does not fit is refused."""
-    ceiling = 3 * begin(recipe(name="alone")).cost.guarantee.epsilon
-    budget = {"budget": str(tmp_path / "b"), "budget_ceiling": ceiling}
-    first, second = (begin(recipe(name=name, privacy=budget)) for name in ("first", "second"))
-    first.check_budget("r.yaml")
-    assert not (tmp_path / "b").exists()
-    first._charge_budget()
-    (before,) = read_budgets(str(tmp_path / "b"))
-    first.check_budget("r.yaml")
-    with pytest.raises(UserError, match="ceiling"):
-        second.check_budget("r.yaml")
-    (after,) = read_budgets(str(tmp_path / "b"))
-    assert len(after.charges) == 1 and after.spent == before.spent
-
-
 @pytest.mark.slow
 def test_an_interrupted_search_is_continued_to_the_same_end(recipe, begin, run_trials, monkeypatch):
     """Stopped inside a training, before a score and between trials: same keys, settings, scores."""
-    fixed = {"run_key": "7f" * 32}
-    num_trials = {"name": "fixed", "runs": 3, "mean": None}
-    undisturbed = begin(recipe(name="undisturbed", privacy=fixed, tune={"num_trials": num_trials}))
+    given = {
+        "privacy": {"run_key": "7f" * 32},
+        "tune": {"num_trials": {"name": "fixed", "runs": 3, "mean": None}},
+    }
+    undisturbed = begin(recipe(name="undisturbed", **given))
     expected = run_trials(undisturbed)
-
-    asked = recipe(name="disturbed", privacy=fixed, tune={"num_trials": num_trials})
+    asked = recipe(name="disturbed", **given)
     search = begin(asked)
-    manifest = search.folder.manifest.read_bytes()
-    terms = search.folder.terms.read_bytes()
+    files = (search.folder.manifest, search.folder.terms)
+    before = [path.read_bytes() for path in files]
     run_trials(search, [0])
     real = worker.run_training
 
@@ -153,37 +139,33 @@ def test_an_interrupted_search_is_continued_to_the_same_end(recipe, begin, run_t
         real(job, reducer, 2)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(worker, "run_training", stopped_after_two_steps)
-        run_trials(search, [1])
-
     def no_score(*args, **kwargs):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(scoring, "compute_score", no_score)
-        run_trials(search, [2])
+    for number, module, name, broken in (
+        (1, worker, "run_training", stopped_after_two_steps),
+        (2, scoring, "compute_score", no_score),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(module, name, broken)
+            run_trials(search, [number])
     assert search._unfinished_trials() == [1, 2]
 
     again = begin(asked)
-    assert again.folder.manifest.read_bytes() == manifest
-    assert again.folder.terms.read_bytes() == terms
+    assert [path.read_bytes() for path in files] == before
     assert run_trials(again) == expected
     assert run_trials(again) == expected  # and never scored anew
     for number in range(3):
-        ledgers = [Ledger.read(s.folder.trial_folder(number).ledger) for s in (again, undisturbed)]
-        assert ledgers[0].release_counts == ledgers[1].release_counts == dict.fromkeys(range(4), 1)
-        assert torch.equal(
-            parameters(again.folder.trial_folder(number)),
-            parameters(undisturbed.folder.trial_folder(number)),
-        )
+        own, other = (s.folder.trial_folder(number) for s in (again, undisturbed))
+        for folder in (own, other):
+            assert Ledger.read(folder.ledger).release_counts == dict.fromkeys(range(4), 1)
+        assert torch.equal(parameters(own), parameters(other))
     finish(again)
     finish(undisturbed)
     assert torch.equal(parameters(again.run_folder), parameters(undisturbed.run_folder))
     shown = json.loads((again.run_folder.path / "trials.json").read_text())
     # Of held-out records: a tenth of all, of which nine tenths are trained on.
-    records = len(trial_module.scoring_data(again.recipe))
-    ratio = records / (again.cost.plan.records / 9)
+    ratio = len(trial_module.scoring_data(again.recipe)) / (again.cost.plan.records / 9)
     assert not 0.99 < ratio < 1.01
     for row, report in zip(shown, expected, strict=True):
         assert row["scores"] == pytest.approx([score * ratio for _, score in report])
@@ -218,49 +200,37 @@ def test_a_rung_that_was_scored_is_never_scored_again(recipe, begin, run_trials,
 def test_the_trials_of_a_fixed_number_are_shown_and_of_a_secret_one_are_not(
     recipe, begin, run_trials, golden, tmp_path
 ):
-    """In Python, in a table and in the report: each trial once, in order, the chosen one named."""
-    search = begin(recipe(tune={"num_trials": {"name": "fixed", "runs": 3, "mean": None}}))
-    run_trials(search)
-    lost = {"scores": [], "done": True, "failed": "<lost> & gone"}
+    search = begin(two(recipe))
+    run_trials(search, [0])
+    lost = {"scores": [], "done": True, "failed": "lost"}
     write_json(search.folder.scores_file(1), lost)
     finish(search)
     facts, field = load_results(search.run_folder), "training.learning_rate"
     drawn = [trial.values[field] for trial in read_trials(search.folder)]
     assert [trial.values[field] for trial in facts.search.trials] == drawn
-    header, rows = trial_table(facts)
-    assert header == ["trial", field, "noise multiplier", "score", "outcome"]
-    assert [row[:3] for row in rows] == [
-        [str(n), f"{drawn[n]:.4g}", f"{facts.recipe.privacy.noise_multiplier:.4g}"]
-        for n in range(3)
-    ]
-    assert rows[1][3:] == ["none", "<lost> & gone"]
-    best = drawn.index(facts.recipe.training.learning_rate)
-    assert [n for n in range(3) if rows[n][4] == "chosen"] == [best]
-    scores = [trial.scores for trial in facts.search.trials]
-    assert float(rows[best][3]) == pytest.approx(max(s[-1] for s in scores if s), rel=1e-3)
-    write_report(search.run_folder)
-    page = search.run_folder.report_file.read_text()
-    assert "All trials" in page and "&lt;lost&gt; &amp; gone" in page and "<lost>" not in page
+    assert [trial.chosen for trial in facts.search.trials] == [True, False]
+    assert len(trial_table(facts)[1]) == 2
 
     secret = golden("search", tmp_path / "golden")
     facts = load_results(secret)
     assert facts.search.trials == () and trial_table(facts) == ([], [])
-    write_report(secret)
-    assert "All its trials" not in secret.report_file.read_text()
     assert not secret.trials.exists()
     assert "trials" not in json.loads(secret.search_record.read_text())
 
 
 @pytest.mark.slow
 def test_a_crash_while_the_winner_is_copied_out_is_mended(recipe, begin, run_trials, monkeypatch):
-    search = begin(recipe(tune={"num_trials": {"name": "fixed", "runs": 2, "mean": None}}))
+    search = begin(two(recipe))
     run_trials(search)
     search._choose_winner()
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        stop = (_ for _ in ()).throw
-        patch.setattr(search, "_take_along", lambda *run: stop(KeyboardInterrupt()))
+
+    def crash(*run: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(search, "_take_along", crash)
+    with pytest.raises(KeyboardInterrupt):
         search.run(EXECUTOR)
-    with pytest.raises(UserError, match="small: "):
+    with pytest.raises(UserError):
         load_results(search.run_folder)
     again = begin(search.recipe)
     again.run(EXECUTOR)
@@ -268,108 +238,28 @@ def test_a_crash_while_the_winner_is_copied_out_is_mended(recipe, begin, run_tri
     begin(search.recipe).run(EXECUTOR)  # a finished search does nothing
 
 
-@pytest.mark.slow
-def test_a_winner_whose_ledger_was_cut_is_not_promoted(recipe, begin, run_trials):
-    search = begin(recipe(tune={"num_trials": {"name": "fixed", "runs": 2, "mean": None}}))
-    run_trials(search)
-    search._choose_winner()
-    winner = search.folder.trial_folder(json.loads(search.folder.outcome.read_text())["winner"])
-    whole = winner.ledger.read_bytes()
-    winner.ledger.write_bytes(b"".join(whole.splitlines(keepends=True)[:3]))
-    with pytest.raises(UserError, match="lacks records"):
-        search.run(EXECUTOR)
-    assert not search.run_folder.training_summary.exists() and not search.run_folder.ledger.exists()
-    winner.ledger.write_bytes(whole)
-    search.run(EXECUTOR)
-    cut = search.run_folder
-    cut.ledger.write_bytes(b"".join(whole.splitlines(keepends=True)[:3]))
-    with pytest.raises(UserError, match="lacks records"):
-        write_release(cut)
-
-
 def test_a_broken_off_search_releases_nothing(recipe, begin, run_trials):
-    asked = recipe(tune={"num_trials": {"name": "fixed", "runs": 2, "mean": None}})
+    asked = two(recipe)
     search = begin(asked)
     run_trials(search, [0])
-    with pytest.raises(UserError, match="is not finished"):
-        write_release(search.run_folder)
     outside = [p.name for p in search.run_folder.path.iterdir() if p.name != "private"]
     assert sorted(outside) == ["recipe.yaml", "run.json", "search.yaml"]
-    from dpdist.training.job import prepare as prepare_training
-
-    with pytest.raises(UserError, match="search"):
-        prepare_training(asked, search.run_folder, "r.yaml")
-
-
-@pytest.mark.slow
-def test_failed_trials_count_and_are_not_replaced(recipe, begin, run_trials, monkeypatch):
-    """A trial that cannot replay exactly, or fails otherwise, is minus infinity; K stays."""
-    num_trials = {"name": "fixed", "runs": 3, "mean": None}
-    search = begin(recipe(tune={"num_trials": num_trials}))
-    real = scoring.compute_score
-    calls = []
-
-    def failing(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 1:
-            raise UserError("the trained parameters are not finite numbers")
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(scoring, "compute_score", failing)
-    run_trials(search, [0])
-    real_run = worker.run_training
-
-    def other_code(job, reducer, until=None):
-        real_run(job, reducer, 2)
-        with Ledger.open(job.folder.ledger, job.plan.fingerprint()) as ledger:
-            ledger.begin_attempt({"code": "changed in the middle"})
-            ledger.record(1, "ab" * 32)
-        real_run(job, reducer, until)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(worker, "run_training", other_code)
-        run_trials(search, [1])
-    assert "replayed exactly" in read_scores(search.folder, 1)["failed"]
-    run_trials(search)
-    states = [read_scores(search.folder, number) for number in range(3)]
-    assert [state["failed"] is None for state in states] == [False, False, True]
-    finish(search)
-    assert json.loads(search.folder.outcome.read_text()) == {"winner": 2}
+    for read in (write_release, lambda run: prepare_training(asked, run, "r.yaml")):
+        with pytest.raises(UserError):
+            read(search.run_folder)
 
 
-@pytest.mark.parametrize("why", ["stopped early", "the training could not be replayed exactly"])
-def test_a_trial_that_failed_after_a_score_is_not_the_best(recipe, begin, why):
+def test_a_trial_that_failed_after_a_score_is_not_the_best(recipe, begin):
     """A failed trial counts as minus infinity, also if it had the highest score before."""
-    search = begin(recipe(tune={"num_trials": {"name": "fixed", "runs": 2, "mean": None}}))
-    states = [([0.9], why), ([0.2, 0.3], None)]
-    for number, (scores, failed) in enumerate(states):
+    search = begin(two(recipe))
+    for number, (scores, failed) in enumerate([([0.9], "lost"), ([0.2, 0.3], None)]):
         state = {"scores": scores, "done": True, "failed": failed}
         write_json(search.folder.scores_file(number), state)
     search._choose_winner()
     assert json.loads(search.folder.outcome.read_text()) == {"winner": 1}
 
 
-def test_a_full_disk_is_not_a_failed_trial(recipe, begin, monkeypatch):
-    """The driver stops at once, with the reason, and gives up no trial: see also tests/hosts."""
-    search = begin(recipe(resources={"max_failures": 1}))
-    rounds = []
-
-    def meets_a_full_disk(executor, concurrent):
-        rounds.append(concurrent)
-        search.folder.disk_full_marker.touch()
-
-    monkeypatch.setattr(search, "_run_pass", meets_a_full_disk)
-    with pytest.raises(UserError, match="No space"):
-        search._run_trials(EXECUTOR, 1)
-    assert len(rounds) == 1 and not any(search.folder.path.glob("scores/*"))
-
-    monkeypatch.setattr(search, "_run_pass", lambda *asked: rounds.append(asked))
-    search._run_trials(EXECUTOR, 1)  # with room again, workers that are lost each time are given up
-    assert len(rounds) == 3 and not search.folder.disk_full_marker.exists()
-    assert all(read_scores(search.folder, t.number)["failed"] for t in read_trials(search.folder))
-
-
-def test_no_model_is_an_outcome(recipe, begin, run_trials):
+def test_no_model_is_an_outcome(recipe, begin):
     """Poisson draws K = 0 with some key; the outcome says the guarantee and cannot be undone."""
     tune = recipe(tune={"num_trials": POISSON}).tune
     keys = (f"{i:064x}" for i in range(500))
@@ -379,120 +269,52 @@ def test_no_model_is_an_outcome(recipe, begin, run_trials):
     assert read_trials(search.folder) == []
     search._choose_winner()
     for attempt in (search, begin(asked)):
-        with pytest.raises(NoModelError) as error:
+        with pytest.raises(NoModelError, match="DP"):
             attempt.run(EXECUTOR)
-        assert "DP" in str(error.value)
     assert not search.run_folder.training_summary.exists()
 
 
 def test_another_recipe_or_data_is_not_continued(recipe, begin):
-    begin(recipe())
+    search = begin(recipe())
     with pytest.raises(UserError, match=r"tune\.num_trials\.mean"):
         begin(recipe(tune={"num_trials": {"mean": 9.0}}))
-    search = begin(recipe())
     terms = json.loads(search.folder.terms.read_text())
     looser = {**terms["trial"], "delta": 1e-3}
-    for change, said in (
-        ({"data": "others"}, "private records"),
-        ({"plan": looser}, "cost of the search"),
-        ({"trial": looser}, "cost of a trial"),
-        ({"score_noise": 0.1}, "noise of the"),
-    ):
+    for change in ({"data": "x"}, {"plan": looser}, {"trial": looser}, {"score_noise": 0.1}):
         search.folder.terms.write_text(json.dumps({**terms, **change}))
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError):
             begin(recipe())
     search.folder.terms.write_text(json.dumps(terms))
-    # Both edited: search.yaml, and what is asked for now.
-    other = recipe(training={"batch_size": 199})
-    search.run_folder.search_recipe_file.write_text(other.to_yaml())
-    with pytest.raises(UserError, match=r"training\.batch_size"):
-        begin(other)
+    begin(recipe())
 
 
 @pytest.mark.parametrize(
-    ("sections", "message"),
+    ("sections", "key"),
     [
         ({"tune": {"score": {"public": {"name": "digits", "split": "train"}}}}, "score.public"),
-        ({"tune": {"score": {"public": {"name": "mnist"}}}}, "mnist"),
-        (
-            {"certify": None, "tune": {"score": {"objectives": {"average-radius": 1},
-                                                 "radius_cap": 1}}},
-            "certify.sigma",
-        ),
-        (
-            {"tune": {"score": {"objectives": {"certified-accuracy": 1}, "radius": 0.5}}},
-            "tune.score.radius",
-        ),
-        (
-            {"tune": {"space": {"training.batch_size": {"choice": [100, 5000]}}}},
-            "batch_size",
-        ),
+        ({"certify": None,
+          "tune": {"score": {"objectives": {"average-radius": 1}, "radius_cap": 1}}},
+         "certify.sigma"),
+        ({"tune": {"score": {"objectives": {"certified-accuracy": 1}, "radius": 0.5}}},
+         "tune.score.radius"),
+        ({"tune": {"space": {"training.batch_size": {"choice": [100, 5000]}}}}, "batch_size"),
         ({"privacy": {"adjacency": "replace-one"}}, "tune.score"),
         ({"privacy": {"budget": "b", "budget_ceiling": 0.1}}, "ceiling"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_searched_leaves_nothing_behind(
-    recipe, begin, tmp_path, monkeypatch, sections, message
+    recipe, begin, tmp_path, monkeypatch, sections, key
 ):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=re.escape(message)):
+    with pytest.raises(UserError, match=re.escape(key)):
         begin(recipe(**sections)).run(EXECUTOR)
     assert "budget" in sections.get("privacy", {}) or not (tmp_path / "small").exists()
-
-
-def test_adding_a_record_to_the_data_is_what_the_plan_is_about(recipe, begin):
-    """The plan's sampling rate and counts are those of the split; the scoring side is paid too."""
-    search = begin(recipe())
-    recorded = PrivacyPlan.from_dict(json.loads(search.folder.terms.read_text())["plan"])
-    training, scoring = recorded.phases[0].phases[0].parts
-    assert recorded.records == search.cost.record_counts.training_records(1.0) < 1439
-    assert training[0].sample_rate == 200 / recorded.records
-    assert scoring[0].noise_multiplier == search.cost.score_noise
-    held = len(trial_module.scoring_data(search.recipe))
-    assert held + recorded.records == 1439
-
-
-@pytest.mark.slow
-def test_noise_splits_are_searched_and_each_is_paid_for(recipe, begin, run_trials):
-    """Functional's sums share one budget differently: each trial has noise of its own on each,
-    none costs more than was accounted, and with less of it no trial would begin."""
-    asked = recipe(
-        method={"name": "functional", "rounds": 2},
-        privacy={"epsilon": 2.0, "noise_multiplier": None, "run_key": "5b" * 32},
-        tune={
-            "num_trials": {"name": "fixed", "runs": 3, "mean": None},
-            "space": {"method.center": {"choice": [0.02, 0.1, 0.2]}},
-            "score": {"noise": 20.0},
-        },
-    )
-    del asked.tune.space["training.learning_rate"]
-    search = begin(asked)
-    run_trials(search)
-    one, noise, seen = (
-        search.cost.one_training_guarantee.epsilon,
-        search.cost.noise_multiplier,
-        set(),
-    )
-    for number in range(3):
-        own = search.folder.trial_folder(number)
-        plan = PrivacyPlan.from_dict(json.loads(own.plan.read_text()))
-        mu = [plan.step(t).noise_multiplier ** -2 for t in range(4)]
-        seen.add(read_trials(search.folder)[number].values["method.center"])
-        assert mu[0] / sum(mu) == pytest.approx(own.read_recipe().method.center)
-        assert sum(mu) ** -0.5 == pytest.approx(noise, rel=2e-3)
-        assert 0.99 * one < Ledger.read(own.ledger).guarantee(plan).epsilon <= one * (1 + 1e-3)
-        less = plan_with_noise(own.read_recipe(), plan.records, 0.98 * noise)
-        with pytest.raises(UserError):
-            search.cost.trial_limit.check(less, "here")
-    assert len(seen) > 1
-    finish(search)
-    assert load_results(search.run_folder).guarantee.epsilon <= 2.0
 
 
 def test_a_trial_beyond_what_was_accounted_is_not_begun(recipe, begin, run_trials):
     """Its own plan is held against the accounted one where it runs, and again before a winner is
     shown: here its settings, then its plan, were changed on the way."""
-    search = begin(recipe(tune={"num_trials": {"name": "fixed", "runs": 2, "mean": None}}))
+    search = begin(two(recipe))
     run_trials(search, [])
     path = search.folder.settings_file(0)
     settings = json.loads(path.read_text())
@@ -506,43 +328,9 @@ def test_a_trial_beyond_what_was_accounted_is_not_begun(recipe, begin, run_trial
     raw = json.loads(plan.read_text())
     raw["phases"][0]["steps"] += 1
     plan.write_text(json.dumps(raw))
-    search.folder.trial_folder(0).plan.unlink()
-    with pytest.raises(UserError, match="phases"):
-        search._check_trials()
-    own = search.folder.trial_folder(1)  # its recipe as well, and what is kept of it
-    longer = own.read_recipe()
-    longer = longer.model_copy(
-        update={"training": longer.training.model_copy(update={"steps": raw["phases"][0]["steps"]})}
-    )
-    own.recipe_file.write_text(longer.to_yaml())
-    own.pin_recipe(longer, longer.privacy.noise_multiplier)
-    with pytest.raises(UserError, match="not covered"):
+    with pytest.raises(UserError):
         finish(search)
     assert not search.run_folder.training_summary.exists()
-
-
-def test_every_drawn_trial_is_checked_before_the_first_file(recipe, begin, tmp_path, monkeypatch):
-    """Also when the ends of the space told nothing."""
-    search = begin(recipe(name="other"))
-    allows = TrialLimit.allows
-    drawn = {t.values["training.learning_rate"] for t in read_trials(search.folder)}
-    seen = []
-
-    def watched(self, plan):
-        seen.append(plan)
-        return allows(self, plan)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TrialLimit, "allows", watched)
-        again = begin(recipe(name="another", privacy={"run_key": "5a" * 32}))
-    trials = read_trials(again.folder)
-    assert len(seen) >= len(trials) + 3 and drawn
-    asked = recipe(name="third")
-    with monkeypatch.context() as patch:
-        patch.setattr(TrialLimit, "allows", lambda self, plan: False)
-        with pytest.raises(UserError, match="not covered"):
-            begin(asked)
-    assert not (tmp_path / "third").exists()
 
 
 @pytest.mark.parametrize("public", [False, True], ids=["scored on private", "on public"])
@@ -570,29 +358,6 @@ def test_records_kept_out_of_the_run_are_kept_out_of_its_search(recipe, begin, p
     assert search.cost.trial_limit.base_plan.records == job.plan.records
 
 
-@pytest.mark.slow
-def test_what_public_parts_are_assumed_to_have_seen_stays_on_the_card(
-    recipe, begin, run_trials, tmp_path
-):
-    """Of every part that a trial may have begun with: the winner was chosen among all of them."""
-    parts = []
-    for seed, pretraining_data in ((1, "public strokes"), (2, "public letters")):
-        spec = models.ModelSpec("linear", (1, 8, 8), 10)
-        models.save(models.initialize(spec, seed), spec, tmp_path / str(seed))
-        parts.append({"folder": str(tmp_path / str(seed)), "pretraining_data": pretraining_data})
-    asked = recipe(
-        model={"name": "linear", "initial": parts[0]},
-        tune={"space": {"model.initial": {"choice": parts}}},
-    )
-    search = begin(asked)
-    run_trials(search)
-    finish(search)
-    facts = load_results(search.run_folder)
-    assert facts.privacy_card()["extra"]["initial weights trained on"].startswith("public ")
-    told = "\n".join(facts.privacy_card()["assumptions"])
-    assert "public strokes" in told and "public letters" in told
-
-
 def test_what_knows_of_one_training_states_no_epsilon(golden, tmp_path):
     """A trial alone, and the winner whose terms are lost: the ledger is of one training only."""
     run = golden("search", tmp_path)
@@ -605,3 +370,74 @@ def test_what_knows_of_one_training_states_no_epsilon(golden, tmp_path):
     for read in (load_results, write_release):
         with pytest.raises(UserError, match=r"search\.json: is missing"):
             read(run)
+
+
+def full_batch_epsilon(steps: int, noise: float, delta: float) -> float:
+    """Closed form for `steps` Gaussian releases of all records (Balle and Wang 2018)."""
+    mu = math.sqrt(steps) / noise
+
+    def excess(epsilon: float) -> float:
+        left = norm.cdf(mu / 2 - epsilon / mu)
+        return left - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu) - delta
+
+    return float(brentq(excess, 0.0, 500.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_trials", ["fixed", "binomial"])
+def test_a_log_tells_of_trials_only_where_they_are_public(num_trials, begin, recipe, monkeypatch):
+    mean = None if num_trials == "fixed" else 2
+    search = begin(recipe(tune={"num_trials": {"name": num_trials, "runs": 2, "mean": mean}}))
+    monkeypatch.setattr(search, "stages", lambda: ["trial 0 training, step 1 of 4"])
+    lines: list[str] = []
+    monkeypatch.setattr(console, "log", lines.append)
+    monkeypatch.setattr(
+        search, "run", lambda place, show=None: show and search._report_progress(show)
+    )
+    with open_executor("local") as executor:
+        pipeline.search_stage(search, executor)
+    for word in ("trial 0 training", "0 of", "2 trials"):
+        assert any(word in line for line in lines) == (num_trials == "fixed"), lines
+
+
+def test_the_price_is_that_of_all_runs_and_of_what_a_lost_one_released_twice(
+    recipe, begin, run_trials
+):
+    def check(found: float, steps: int) -> None:
+        exact = full_batch_epsilon(steps, 8.0, 1e-4)
+        assert exact <= found <= exact * 1.005 + 1e-3
+
+    asked = recipe(
+        privacy={"noise_multiplier": 8.0},
+        training={"batch_size": 1439, "steps": 4},
+        tune={
+            "num_trials": {"name": "fixed", "runs": 3, "mean": None},
+            "score": {"public": {"name": "digits"}},
+        },
+    )
+    search = begin(asked)
+    check(search.cost.guarantee.epsilon, 3 * 4)
+    run_trials(search)
+    facts = load_results(finish(search))
+    lost = next(n for n, trial in enumerate(facts.search.trials) if not trial.chosen)
+    own = SearchFolder(facts.folder).trial_folder(lost)
+    with Ledger.open(own.ledger, own.read_plan().fingerprint()) as ledger:
+        ledger.new_epoch("replayed otherwise")
+        for step in range(4):
+            ledger.record(step, "ab" * 31 + f"{step:02x}")
+    check(load_results(facts.folder).guarantee.epsilon, 3 * 4 + 4)
+
+
+def test_a_full_disk_is_not_a_failed_trial(recipe, begin, monkeypatch):
+    """The driver stops at once and gives up no trial: see also tests/hosts."""
+    search = begin(recipe(resources={"max_failures": 1}))
+    rounds = []
+
+    def meets_a_full_disk(*asked):
+        rounds.append(asked)
+        search.folder.disk_full_marker.touch()
+
+    monkeypatch.setattr(search, "_run_pass", meets_a_full_disk)
+    with pytest.raises(UserError):
+        search._run_trials(EXECUTOR, 1)
+    assert len(rounds) == 1 and not any(search.folder.path.glob("scores/*"))
