@@ -195,27 +195,6 @@ def test_an_id_of_two_records_is_refused():
         engine.clipped_sum(inputs, targets, draw_key=KEY, record_ids=ids)
 
 
-def test_in_one_shape_a_records_last_bits_do_not_depend_on_its_company():
-    """Measured, not proved: other neighbors, much larger ones, in another order. If this fails on
-    a machine, its kernels look at more than the shape, and `fixed-row` assumes too much there."""
-    rows = 37
-    inputs, targets, ids = images(2 * rows)
-    engine = GradientEngine(small_layers(), cross_entropy, clipping=FlatClipping(0.2))
-
-    def bits(members: list[int]) -> Tensor:
-        gradients, losses = engine._per_example_gradients(
-            inputs[members], targets[members], KEY, ids[members], {}
-        )
-        norms = [gradient.squared_norms() for gradient in gradients]
-        return torch.stack([losses, *[norm for norm in norms if norm is not None]], dim=1)
-
-    mine = list(range(rows // 2))
-    inputs[rows:] *= 1e3
-    first = bits([*mine, *range(rows // 2, rows)])
-    other = bits([*range(2 * rows - 1, rows + len(mine) - 1, -1), *mine])
-    assert torch.equal(first[: len(mine)], other[-len(mine) :])
-
-
 # ---- rounding
 
 

@@ -119,25 +119,6 @@ def test_an_input_that_is_changed_in_place_is_refused():
         engine.clipped_sum(*batch(), draw_key=KEY, record_ids=IDS)
 
 
-@pytest.mark.parametrize("draws", ALL_DRAWS[1:5], ids=lambda d: type(d).__name__)
-def test_draws_do_not_depend_on_the_split_or_the_order(draws):
-    """Two 'workers' with a share each, in another order: the same sum as one process."""
-    inputs, targets = batch()
-    engine = GradientEngine(
-        network(), cross_entropy, clipping=FlatClipping(0.1), perturbation=draws
-    )
-    whole = engine.clipped_sum(inputs, targets, draw_key=KEY, record_ids=IDS).flat
-    parts = torch.zeros_like(whole)
-    for share in ([4, 1], [2, 0, 3]):
-        part = engine.clipped_sum(
-            inputs[share], targets[share], draw_key=KEY, record_ids=IDS[share]
-        )
-        parts += part.flat
-    torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-6)
-    other = engine.clipped_sum(inputs, targets, draw_key=OTHER_KEY, record_ids=IDS).flat
-    assert float((other - whole).norm() / whole.norm()) > 1e-3
-
-
 # ---- the distribution of the noise. Fixed keys: these tests are deterministic; for a random key
 # each would fail with probability below 1e-6 for a right generator.
 
