@@ -89,6 +89,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         lambda: with_head(nn.GRU(6, 6, 2, dropout=0.3),
                           lambda m, x: m.head(m.layer(x.transpose(0, 1))[0])[-1]), SERIES,
     ),
+    "lstm-dropout": (
+        lambda: with_head(nn.LSTM(6, 3, 2, dropout=0.3, batch_first=True, bidirectional=True),
+                          lambda m, x: m.head(m.layer(x)[0][:, -1])), SERIES,
+    ),
     "gru-cell": (lambda: with_head(nn.GRUCell(6, 6), by_cell), SERIES),
     "encoder": (
         lambda: with_head(encoder(), lambda m, x: m.head(m.layer(x).mean(1))), SERIES,

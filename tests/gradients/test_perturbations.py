@@ -84,7 +84,7 @@ ALL_DRAWS = [
     ParameterPerturbation(4, 0.1, aggregate="sum"),
     ParameterPerturbation(3, 0.1, input_std=0.5),
     ParameterPerturbation(2, 0.1, per_example=True, input_std=0.5),
-    InputPerturbation(2, torch.linspace(0, 1, 6)),
+    InputPerturbation(8, torch.linspace(0, 1, 6)),
     HiddenPerturbation(3, "3", 0.5),
     ModulePerturbation(3, ModuleNoise({"1": 0.5, "3": 0.2}, input_std=0.3)),
     ModulePerturbation(2, ModuleNoise({"1": 0.5, "3": 0.2}, "multiplicative", floor=0.1)),

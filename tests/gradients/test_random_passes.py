@@ -125,6 +125,7 @@ def _scaled(draw) -> nn.Module:
 
 SHARED = {
     "one number": lambda rows: torch.rand(()),
+    "permuted": lambda rows: (1 + torch.randperm(rows)[:, None]) / rows,
     "stratified": lambda rows: ((torch.arange(rows) + torch.rand(1)) / rows)[:, None],
     "scaled by the mean": lambda rows: (lambda own: own / own.mean())(torch.rand(rows, 1)),
 }
