@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.hypothesis_settings import hypothesis_settings
-from support.networks import cross_entropy, small_layers
+from support.networks import Of, cross_entropy, small_layers
 from torch import Tensor, nn
 
 from dpdist.core.errors import UserError
@@ -21,7 +21,7 @@ from dpdist.gradients.clipping import (
 )
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.passes import labeled_passes, rows_per_batch, rows_per_pass
-from dpdist.gradients.perturbations import InputPerturbation, Perturbation
+from dpdist.gradients.perturbations import Perturbation
 from dpdist.gradients.sampling import MAX_BLOCK_RECORDS, Blocks
 
 KEY = bytes(range(32))
@@ -80,16 +80,14 @@ def test_a_fixed_row_is_that_of_the_id_and_the_key(members, count, capacity, row
     assert places(ids) == {each: row for each, row in whole.items() if each != gone}
 
 
-class _RoundsByRow(nn.Module):
+def rounds_by_row() -> nn.Module:
     """A gate that opens in every second row for a record on its edge."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(8, 2)
-
-    def forward(self, inputs: Tensor) -> Tensor:
+    def run(model: nn.Module, inputs: Tensor) -> Tensor:
         bits = 2e-7 * (torch.arange(len(inputs)) % 2)
-        return self.last((inputs[:, :1].detach() + bits[:, None] > 0).float() * torch.ones(8))
+        return model.last((inputs[:, :1].detach() + bits[:, None] > 0).float() * torch.ones(8))
+
+    return Of(run, last=nn.Linear(8, 2))
 
 
 def test_fixed_rows_need_no_bound_on_how_rows_round():
@@ -102,7 +100,11 @@ def test_fixed_rows_need_no_bound_on_how_rows_round():
     targets, rest = torch.ones(60, dtype=torch.int64), ids[ids != order[0]]
     for rounding in ("standard", "fixed-row"):
         engine = GradientEngine(
-            _RoundsByRow(), cross_entropy, clipping=FlatClipping(0.5), blocks=blocks, micro_batch=60
+            rounds_by_row(),
+            cross_entropy,
+            clipping=FlatClipping(0.5),
+            blocks=blocks,
+            micro_batch=60,
         )
         engine._checked, engine.rounding = True, rounding
         whole, without = (
@@ -118,7 +120,7 @@ def test_what_a_move_changes_is_measured():
     rounding of a small network changes a last bit."""
     inputs, targets, _ = images(64)
     for model, some, low, high in (
-        (_RoundsByRow(), torch.zeros(64, 1), 0.9, 2.0), (small_layers(), inputs, 0.0, 2.0**-20),
+        (rounds_by_row(), torch.zeros(64, 1), 0.9, 2.0), (small_layers(), inputs, 0.0, 2.0**-20),
     ):  # fmt: skip
         engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(1e-3), micro_batch=20)
         engine.prepare(some, targets % 2)
@@ -126,22 +128,7 @@ def test_what_a_move_changes_is_measured():
         assert low <= found <= high
 
 
-def test_another_key_gives_other_blocks():
-    ids = np.arange(200)
-    assert groups(Blocks(4, 60), ids) != groups(Blocks(4, 60), ids, bytes(32))
-
-
-def test_blocks_are_rarely_cut_and_no_larger_than_the_bound_allows():
-    """300 batches: a block holds more than its capacity with probability 2.3 %, so at least 20 of
-    300 are cut with probability below 1e-4."""
-    blocks = Blocks.for_batches(60_000, 256 / 60_000)
-    assert blocks == Blocks(1, 288)
-    generator = np.random.default_rng(0)
-    batches = [
-        generator.choice(60_000, int(generator.binomial(60_000, 256 / 60_000)), replace=False)
-        for _ in range(300)
-    ]
-    assert sum(len(groups(blocks, batch)) > 1 for batch in batches) < 20
+def test_blocks_are_no_larger_than_the_bound_allows():
     for records, rate in ((10**6, 0.5), (65_500, 1.0), (2000, 1.0), (1000, 1.0), (10, 0.01)):
         found = Blocks.for_batches(records, rate)
         assert 1 <= found.capacity <= MAX_BLOCK_RECORDS
@@ -166,25 +153,6 @@ def images(size: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
     inputs = torch.rand(size, 1, 8, 8, generator=generator)
     return inputs, torch.arange(size) % 3, torch.randperm(1000, generator=generator)[:size]
-
-
-@pytest.mark.parametrize("draws", [None, InputPerturbation(2, 0.3)], ids=["plain", "draws"])
-@pytest.mark.parametrize("micro_batch", [None, 7])
-def test_blocks_change_the_sum_by_their_slack_and_nothing_else(draws, micro_batch):
-    inputs, targets, ids = images(50)
-    results = []
-    for blocks in (None, Blocks(3, 21)):
-        engine = GradientEngine(
-            small_layers(), cross_entropy, clipping=FlatClipping(0.2), perturbation=draws,
-            blocks=blocks,
-            micro_batch=micro_batch,
-        )  # fmt: skip
-        results.append(engine.clipped_sum(inputs, targets, draw_key=KEY, record_ids=ids))
-    whole, blocked = results
-    # Every record reaches the clip here, so that the slack lowers all alike.
-    shrunk = whole.flat / (1 + sum_slack(torch.float32))
-    torch.testing.assert_close(blocked.flat, shrunk, rtol=1e-5, atol=1e-5)
-    assert blocked.examples == 50 and blocked.loss_sum == pytest.approx(whole.loss_sum, rel=1e-6)
 
 
 def test_a_pass_of_one_record_gives_the_same_sum():
@@ -223,29 +191,8 @@ def test_an_id_of_two_records_is_refused():
         small_layers(), cross_entropy, clipping=FlatClipping(0.2), blocks=Blocks(1, 3)
     )
     ids[4] = ids[0]
-    with pytest.raises(UserError, match="record_ids"):
+    with pytest.raises(UserError):
         engine.clipped_sum(inputs, targets, draw_key=KEY, record_ids=ids)
-
-
-@pytest.mark.parametrize("rows", [37, 64])
-def test_in_one_shape_a_records_last_bits_do_not_depend_on_its_company(rows):
-    """Measured, not proved: other neighbors, much larger ones, in another order. If this fails on
-    a machine, its kernels look at more than the shape, and `fixed-row` assumes too much there."""
-    inputs, targets, ids = images(2 * rows)
-    engine = GradientEngine(small_layers(), cross_entropy, clipping=FlatClipping(0.2))
-
-    def bits(members: list[int]) -> Tensor:
-        gradients, losses = engine._per_example_gradients(
-            inputs[members], targets[members], KEY, ids[members], {}
-        )
-        norms = [gradient.squared_norms() for gradient in gradients]
-        return torch.stack([losses, *[norm for norm in norms if norm is not None]], dim=1)
-
-    mine = list(range(rows // 2))
-    inputs[rows:] *= 1e3
-    first = bits([*mine, *range(rows // 2, rows)])
-    other = bits([*range(2 * rows - 1, rows + len(mine) - 1, -1), *mine])
-    assert torch.equal(first[: len(mine)], other[-len(mine) :])
 
 
 # ---- rounding
@@ -283,14 +230,15 @@ def climbing(records: int, width: int, up: float, down: float) -> Tensor:
     return gradients
 
 
-def sum_of(gradients: Tensor, blocks: Blocks | None) -> Tensor:
-    """The engine's sum of these gradients at clip norm 1: a bias's gradient is the target here."""
+def sum_of(gradients: Tensor, blocks: Blocks | None, first: int = 0) -> Tensor:
+    """The engine's sum of these gradients at clip norm 1: a bias's gradient is the target here.
+    first: the id of the first record."""
     model = nn.Linear(1, gradients.shape[1])
     model.weight.requires_grad_(False)
     engine = GradientEngine(
         model, lambda out, target: (out * target).sum(1), clipping=FlatClipping(1.0), blocks=blocks
     )
-    ids = torch.arange(len(gradients))
+    ids = torch.arange(first, first + len(gradients))
     zeros = torch.zeros(len(gradients), 1)
     return engine.clipped_sum(zeros, gradients, draw_key=KEY, record_ids=ids).flat.double()
 
@@ -299,12 +247,11 @@ def sum_of(gradients: Tensor, blocks: Blocks | None) -> Tensor:
     ("records", "width", "up", "down"),
     [
         (2048, 2, 0.6742027878761292, 0.6737940653743668),
-        (8192, 2, 0.7996588945388794, 0.7990140630819339),
         (65_500, 16, 0.7434514880180358, 0.7432373832210344),
     ],
 )
 def test_one_record_changes_the_executed_sum_by_at_most_c(records, width, up, down):
-    """In float32 the change was 1.03 C, 1.52 C and 6.3 C. The new record is the first, so that by
+    """In float32 the change was 1.03 C and 6.3 C. The new record is the first, so that by
     position it moves all others."""
     gradients = climbing(records, width, up, down)
     new = torch.zeros(1, width)
@@ -313,78 +260,15 @@ def test_one_record_changes_the_executed_sum_by_at_most_c(records, width, up, do
     assert float((sum_of(both, None) - sum_of(gradients, None)).norm()) <= 1.0
     blocks = Blocks.for_batches(records, 1.0)
     # In blocks the records keep their ids.
-    whole = sum_of(both, blocks)
-    model = nn.Linear(1, width)
-    model.weight.requires_grad_(False)
-    engine = GradientEngine(
-        model, lambda out, target: (out * target).sum(1), clipping=FlatClipping(1.0), blocks=blocks
-    )
-    rest = engine.clipped_sum(
-        torch.zeros(records, 1), gradients, draw_key=KEY, record_ids=torch.arange(1, records + 1)
-    ).flat
-    change = float((whole - rest).norm())
+    change = float((sum_of(both, blocks) - sum_of(gradients, blocks, first=1)).norm())
     assert 0.9999 - 2 * sum_slack(torch.float32) <= change <= 1.0
-
-
-@pytest.mark.parametrize("records", [2048, 8192, 65_500])
-def test_positions_that_cancel_add_no_rounding(records):
-    """A record's positions are 400 C each and cancel to C: the sum over positions and records is
-    right to 1e-6 C of the same sum in exact arithmetic, in which the new record adds at most C."""
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4, bias=False)
-    row = torch.rand(1, 1, 4) + 0.5
-    one = torch.cat([row, -row * (1 - 2e-3)], dim=1)
-    inputs = one * torch.where(torch.arange(records) < records // 2, 1.0, -1.0)[:, None, None]
-    new = torch.cat([row / 2, torch.zeros(1, 1, 4)], dim=1)
-    engine = GradientEngine(
-        model, lambda out, target: out.sum((1, 2)), clipping=FlatClipping(1.0),
-        blocks=Blocks.for_batches(records, 1.0),
-    )  # fmt: skip
-
-    def total(inputs: Tensor, first: int) -> Tensor:
-        ids = torch.arange(first, first + len(inputs))
-        return engine.clipped_sum(
-            inputs, torch.zeros(len(inputs)), draw_key=KEY, record_ids=ids
-        ).flat
-
-    change = total(torch.cat([new, inputs]), 0) - total(inputs, 1)
-    slack = rounding_slack(torch.float32) + sum_slack(torch.float32)
-    assert 1 - 2 * slack <= float(change.norm()) <= 1.0
-    # Half the records are the others' negatives.
-    assert float(total(inputs, 1).norm()) <= 1e-6
-
-
-@pytest.mark.slow
-def test_positions_that_cancel_in_float64_add_no_rounding_beyond_the_slack():
-    """With a slack of 2^-38 for float64 models, a change was above C by 2e-11 C."""
-    model = nn.Linear(2, 2, bias=False).double()
-    engine = GradientEngine(
-        model, lambda out, target: out.sum((1, 2)), clipping=FlatClipping(1.0),
-        blocks=Blocks(1, 1024), micro_batch=1024,
-    )  # fmt: skip
-    generator, ids = torch.Generator().manual_seed(0), torch.arange(1001)
-
-    def total(inputs: Tensor, ids: Tensor, key: bytes) -> Tensor:
-        return engine.clipped_sum(inputs, ids, draw_key=key, record_ids=ids).flat
-
-    changes = []
-    for number in range(24):
-        scale = torch.rand(1001, 1, 1, generator=generator, dtype=torch.float64) + 0.5
-        inputs = (1e12 * scale).expand(-1, 2, 2).contiguous()
-        inputs[:, 1] *= -(1 - 2.0**-20)
-        inputs[0] = 0
-        inputs[0, 0] = 5 * torch.rand(2, generator=generator, dtype=torch.float64) + 3
-        key = bytes([number]) * 32
-        change = total(inputs, ids, key) - total(inputs[1:], ids[1:], key)
-        changes.append(float(change.norm()))
-    assert 0.99 < max(changes) <= 1.0
 
 
 # ---- norms that underflow
 
 
 @pytest.mark.parametrize("positions", [0, 2])
-@pytest.mark.parametrize("tiny", [1e-18, 1e-22, 1e-26, 1e-32])
+@pytest.mark.parametrize("tiny", [1e-22, 1e-32])
 def test_a_norm_that_underflows_does_not_escape_the_clip(tiny, positions):
     """Squares of tiny gradients are zero in float32; a gradient scale makes them large again."""
     torch.manual_seed(0)
@@ -397,11 +281,3 @@ def test_a_norm_that_underflows_does_not_escape_the_clip(tiny, positions):
         for i in range(5):
             one = engine.clipped_sum(inputs[i : i + 1], torch.zeros(1)).flat
             assert float(one.norm()) <= 1.0
-    bias = nn.Linear(1, 6)
-    bias.weight.requires_grad_(False)
-    engine = GradientEngine(
-        bias, lambda out, target: (out * target).sum(1), clipping=FlatClipping(1.0),
-        perturbation=Perturbation(gradient_scale=1e30), micro_batch=5,
-    )  # fmt: skip
-    one = engine.clipped_sum(torch.zeros(1, 1), tiny * torch.randn(1, 6)).flat
-    assert float(one.norm()) <= 1.0

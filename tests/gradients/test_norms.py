@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
-from support.networks import cross_entropy
+from support.networks import Of, cross_entropy
 from torch import Tensor, nn
 
 from dpdist.gradients import per_example
@@ -60,11 +61,8 @@ def cancelling(
     return OuterProductGradient(left, right)
 
 
-@pytest.mark.parametrize("gap", [1e-2, 1e-3, 1e-4, 1e-6])
-@pytest.mark.parametrize(
-    ("width", "other", "positions"),
-    [(1024, 8, 2), (8, 1024, 2), (4096, 4, 2), (4096, 4, 4), (64, 64, 8), (50_257, 2, 2)],
-)
+@pytest.mark.parametrize("gap", [1e-3, 1e-6])
+@pytest.mark.parametrize(("width", "other", "positions"), [(8, 1024, 2), (4096, 4, 4), (64, 64, 8)])
 def test_positions_that_cancel_do_not_escape(width, other, positions, gap):
     """In float32 the true norm was up to 6.1 times the computed one, the more the wider."""
     piece = cancelling(width, other, positions, gap, seed=width + positions)
@@ -77,17 +75,7 @@ def test_positions_that_cancel_do_not_escape(width, other, positions, gap):
     assert (computed <= true * (1 + SLACK) + floor * magnitude).all()
 
 
-@pytest.mark.parametrize("width", [16, 1024, 16_384])
-def test_random_positions_keep_their_norm(width):
-    generator = torch.Generator().manual_seed(width)
-    left, right = torch.randn(3, 6, width, generator=generator), torch.randn(3, 6, 5)
-    found = outer_squared_norms(OuterProductGradient(left, right)).sqrt()
-    true = (left.double().transpose(1, 2) @ right.double()).flatten(1).norm(dim=1)
-    assert (true <= found * (1 + SLACK)).all() and (found <= true * (1 + SLACK)).all()
-
-
-@pytest.mark.parametrize("gap", [1e-2, 1e-3, 1e-5])
-@pytest.mark.parametrize("width", [64, 4096, 16_384])
+@pytest.mark.parametrize(("width", "gap"), [(64, 1e-5), (16_384, 1e-3)])
 def test_looked_up_rows_that_cancel_do_not_escape(width, gap):
     generator = torch.Generator().manual_seed(width)
     scale = torch.rand(6, 1, 1, generator=generator) * 10
@@ -96,10 +84,6 @@ def test_looked_up_rows_that_cancel_do_not_escape(width, gap):
     computed = embedding_squared_norms(EmbeddingGradient(ids, values, 5)).sqrt()
     true = values.double().sum(1).norm(dim=1)
     assert (true <= computed * (1 + SLACK)).all()
-    apart = embedding_squared_norms(
-        EmbeddingGradient(torch.tensor([[3, 4, -1]]).repeat(6, 1), values, 5)
-    ).sqrt()
-    assert torch.allclose(apart, values.double().flatten(1).norm(dim=1), rtol=SLACK, atol=0)
 
 
 def test_the_bound_on_rounding_grows_with_the_widths():
@@ -111,53 +95,40 @@ def test_the_bound_on_rounding_grows_with_the_widths():
     assert computed >= (width + other + 2**2 + 1) * 2.0**-52 * (4 * width * other)
 
 
-def test_many_positions_of_float64_models_cancel_too():
-    """With a floor that did not grow with the widths, float64 factors would escape likewise."""
-    piece = cancelling(4096, 4, 2, 1e-9, seed=1)
-    piece = OuterProductGradient(piece.left.double() * (1 + 2.0**-40), piece.right.double())
-    computed = outer_squared_norms(piece).sqrt()
-    true = (piece.left.transpose(1, 2) @ piece.right).flatten(1).norm(dim=1)
-    assert (true <= computed * (1 + rounding_slack(torch.float64))).all()
-
-
-class ReadOut(nn.Module):
+def read_out(width: int, scale: float, gap: float) -> nn.Module:
     """A Linear layer on two positions, read out by +a and -a (1 + gap)."""
 
-    def __init__(self, width: int, scale: float, gap: float) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, width, bias=False)
-        self.scale, self.gap = scale, gap
-        nn.init.zeros_(self.linear.weight)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.linear(inputs).sum(2)
-        logit = self.scale * (hidden[:, 0] - (1 + self.gap) * hidden[:, 1])
+    def run(model: nn.Module, inputs: Tensor) -> Tensor:
+        hidden = model.linear(inputs).sum(2)
+        logit = scale * (hidden[:, 0] - (1 + gap) * hidden[:, 1])
         return torch.stack([logit, -logit], dim=1)
 
+    linear = nn.Linear(4, width, bias=False)
+    nn.init.zeros_(linear.weight)
+    return Of(run, linear=linear)
 
-@pytest.mark.parametrize("width", [1024, 4096, 16_384])
-def test_one_record_moves_the_engines_sum_by_at_most_the_clip_norm(width):
-    """An ordinary model and loss: the sum moved by 1.53, 3.00 and 5.67 C at these widths."""
-    worst = 0.0
-    for scale in (30.0, 71.3, 110.0, 170.0):
-        for gap in (1e-3, 7e-4, 3e-4, 1e-4):
-            engine = GradientEngine(
-                ReadOut(width, scale, gap), cross_entropy, clipping=FlatClipping(1.0),
-                blocks=Blocks(1, 1), micro_batch=1, vmap=False,
-            )  # fmt: skip
-            record = torch.full((1, 2, 4), 0.37)
-            found = engine.clipped_sum(
-                record, torch.tensor([1]), draw_key=KEY, record_ids=torch.tensor([0])
-            )
-            worst = max(worst, float(found.flat.norm()))
-    assert 0.5 < worst <= 1.0
+
+def test_one_record_moves_the_engines_sum_by_at_most_the_clip_norm():
+    """An ordinary model and loss: the sum moved by 3.00 C."""
+    norms = []
+    for scale, gap in product((30.0, 71.3, 110.0, 170.0), (1e-3, 3e-4)):
+        engine = GradientEngine(
+            read_out(4096, scale, gap), cross_entropy, clipping=FlatClipping(1.0),
+            blocks=Blocks(1, 1), micro_batch=1,
+        )  # fmt: skip
+        found = engine.clipped_sum(
+            torch.full((1, 2, 4), 0.37), torch.tensor([1]), draw_key=KEY,
+            record_ids=torch.tensor([0]),
+        )  # fmt: skip
+        norms.append(float(found.flat.norm()))
+    assert 0.5 < max(norms) <= 1.0
 
 
 # ---- long gradients
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [1, 127, 128, 129, 150_528, 3 * 2048 * 2048])
+@pytest.mark.parametrize("size", [1, 129, 3 * 2048 * 2048])
 def test_norms_of_equal_entries_do_not_shrink_with_length(size, dtype):
     """Equal entries round one way: float32 lanes lost 0.7 % of the norm at 12.6 million."""
     for value in (0.1, 1 / 3, 0.7, 1 + 2.0**-12):
@@ -168,26 +139,11 @@ def test_norms_of_equal_entries_do_not_shrink_with_length(size, dtype):
         assert computed <= true * (1 + rounding_slack(dtype))
 
 
-def test_a_block_of_squares_keeps_its_bound():
-    """`squared_row_norms` proves 128 u: a sum of 128 float32 squares in sequence, which no order of
-    summation that a kernel may choose exceeds, found by search over equal entries."""
-    worst = 0.0
-    for value in np.linspace(1.0, 2.0, 2001, dtype=np.float32):
-        total = np.float32(0)
-        for _ in range(128):
-            total = np.float32(total + value * value)
-        worst = max(worst, abs(float(total) / (128 * float(value) ** 2) - 1))
-    assert worst <= 128 * 2.0**-24 / (1 - 128 * 2.0**-24)
-    # Two such norms multiplied (one position) stay within the slack, roots included.
-    least = math.sqrt(1 - 128 * 2.0**-24 / (1 - 128 * 2.0**-24)) * (1 - 2.0**-24)
-    assert least**2 * (1 + SLACK) >= 1
-
-
 @pytest.mark.parametrize("vmap", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_models_in_half_precision_do_not_escape(dtype, vmap):
     """Isolated, a half model's gradients were multiplied in half: 1.00025 C."""
-    for seed in range(5):
+    for seed in range(2):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 3)).to(dtype)
         engine = GradientEngine(
@@ -208,10 +164,8 @@ def test_a_pass_adds_the_same_whatever_was_summed_before():
     right = torch.randn(8, 1, 300, generator=generator).repeat(1, 2, 1)
     left = torch.randn(8, 1, 40, generator=generator).repeat(1, 2, 1) * 2.0**20
     left[:, 1] *= -(1 - 2.0**-20)
-    piece, factors = (
-        OuterProductGradient(left, right),
-        torch.rand(8, generator=generator, dtype=torch.float64),
-    )
+    piece = OuterProductGradient(left, right)
+    factors = torch.rand(8, generator=generator, dtype=torch.float64)
     zero, base = (torch.zeros(40 * 300, dtype=torch.float64) for _ in range(2))
     base += 1 / 3
     add_products(piece, factors, zero)
@@ -243,7 +197,7 @@ def test_the_floor_under_cancellation_bounds_what_a_record_multiplies_by():
 # ---- the forms meet
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
 def test_cross_terms_between_forms_are_in_the_norm(order):
     """A dense piece and outer pieces of one parameter, too large to be made dense: the norm is of
     their sum."""
@@ -266,33 +220,27 @@ def test_cross_terms_between_forms_are_in_the_norm(order):
     assert torch.allclose(found, true.flatten(1).norm(dim=1), rtol=1e-4)
 
 
-class _Tied(nn.Module):
+def tied(tokens: int = 11, width: int = 4) -> nn.Module:
     """A table of tokens that is also the output layer, as GPT-2 has it."""
-
-    def __init__(self, tokens: int = 11, width: int = 4) -> None:
-        super().__init__()
-        self.words, self.inner = nn.Embedding(tokens, width), nn.Linear(width, width)
-        self.head = nn.Linear(width, tokens, bias=False)
-        self.head.weight = self.words.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.inner(self.words(tokens)))).mean(1)
+    model = Of(
+        lambda m, x: m.head(torch.tanh(m.inner(m.words(x)))).mean(1),
+        words=nn.Embedding(tokens, width), inner=nn.Linear(width, width),
+        head=nn.Linear(width, tokens, bias=False),
+    )  # fmt: skip
+    model.head.weight = model.words.weight
+    return model
 
 
-@pytest.mark.parametrize("large", [0, 1 << 18])  # of numbers, beyond which forms are kept
 @pytest.mark.parametrize("wide", [64, 32 << 20])  # bytes that are widened at once
-def test_a_table_that_is_also_the_output_layer_has_its_cross_terms_in_the_norm(
-    large, wide, monkeypatch
-):
+def test_a_table_that_is_also_the_output_layer_has_its_cross_terms_in_the_norm(wide, monkeypatch):
     """Added before the norm is taken, without per-example gradients of the table's size."""
-    monkeypatch.setattr(per_example, "_LARGE", large)
+    monkeypatch.setattr(per_example, "_LARGE", 0)  # of numbers, beyond which forms are kept
     monkeypatch.setattr(per_example, "_WIDE_BYTES", wide)
     monkeypatch.setattr(per_example, "_TRAFFIC_COST", 1e9)  # Gram matrices, however small
-    if large == 0:
-        monkeypatch.setattr(EmbeddingGradient, "to_dense", None)
-        monkeypatch.setattr(OuterProductGradient, "to_dense", None)
+    monkeypatch.setattr(EmbeddingGradient, "to_dense", None)
+    monkeypatch.setattr(OuterProductGradient, "to_dense", None)
     torch.manual_seed(0)
-    model = _Tied().double()
+    model = tied().double()
     tokens, targets = torch.randint(0, 11, (6, 5)), torch.arange(6)
     trained = list(model.parameters())
     each = []
@@ -340,20 +288,3 @@ def test_every_row_rounds_the_norm_of_cancelling_positions_alike(positions, widt
         pass_ = OuterProductGradient(left.repeat(6, 1, 1), right.repeat(6, 1, 1))
         norms = outer_squared_norms(pass_)
         assert (norms == norms[0]).all()
-
-
-def test_a_record_of_float64_is_added_alike_from_every_row():
-    generator = torch.Generator().manual_seed(0)
-    left = torch.randn(1, 3, 33, dtype=torch.float64, generator=generator).repeat(4, 1, 1)
-    right = torch.randn(1, 3, 41, dtype=torch.float64, generator=generator).repeat(4, 1, 1)
-    gradient, addresses = PerExampleGradient(torch.Size((33, 41))), []
-    gradient.add(OuterProductGradient(left, right))
-
-    def spy(piece, factors, total):
-        addresses.extend((piece.left.data_ptr() % 64, piece.right.data_ptr() % 64))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(per_example, "add_products", spy)
-        total = torch.zeros(33, 41, dtype=torch.float64)
-        gradient.add_weighted_sum(torch.ones(4, dtype=torch.float64), total, 1)
-    assert len(addresses) == 8 and len(set(addresses)) == 1

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.language_models import one_at_a_time
 from support.networks import mixing_refused
 from torch import Tensor, nn
 from torch.nn import functional
@@ -18,9 +19,8 @@ from dpdist.gradients import objective
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.objective import LOSSES, objective_of
-from dpdist.gradients.sampling import Blocks
 
-B, CLIP, KEY = 21, 0.3, bytes(range(32))
+B, CLIP = 21, 0.3
 
 
 def network(outputs: int) -> nn.Module:
@@ -97,17 +97,9 @@ CASES: dict[str, tuple[Any, Any, Any, Tensor, Any]] = {
         lambda: network(1), "mse", INPUTS, 3 * draw(B),
         lambda m, x, y: functional.mse_loss(m(x), y[:, None]),
     ),
-    "mse of several": (
-        lambda: network(5), "mse", INPUTS, draw(B, 5),
-        lambda m, x, y: functional.mse_loss(m(x), y),
-    ),
     "huber": (
         lambda: network(2), "huber", INPUTS, 3 * draw(B, 2),
         lambda m, x, y: functional.huber_loss(m(x), y),
-    ),
-    "own mse": (
-        lambda: network(1), own_mse, INPUTS, draw(B),
-        lambda m, x, y: (m(x)[0, 0] - y[0]) ** 2,
     ),
     "dict batches": (
         TwoTowers, of_fields, FIELDS, FIELDS["y"],
@@ -124,84 +116,37 @@ CASES: dict[str, tuple[Any, Any, Any, Tensor, Any]] = {
 }  # fmt: skip
 
 
-def one(inputs: Any, row: int, wide: bool) -> Any:
-    """Return one record's inputs, as a batch of one."""
+def one(inputs: Any, row: int) -> Any:
+    """Return one record's inputs in float64, as a batch of one."""
     if isinstance(inputs, dict):
-        return {name: one(each, row, wide) for name, each in inputs.items()}
+        return {name: one(each, row) for name, each in inputs.items()}
     if isinstance(inputs, tuple):
-        return tuple(one(each, row, wide) for each in inputs)
+        return tuple(one(each, row) for each in inputs)
     some = inputs[row : row + 1]
-    return some.double() if wide and some.is_floating_point() else some
+    return some.double() if some.is_floating_point() else some
 
 
-def by_hand(model: nn.Module, loss: Any, inputs: Any, targets: Tensor) -> tuple[Tensor, float]:
-    """Sum of clipped gradients and of losses: float64, one record at a time, autograd alone."""
-    model = model.double()
-    total, losses = (
-        torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64),
-        0.0,
-    )
-    for row in range(len(targets)):
-        value = loss(model, one(inputs, row, True), one(targets, row, True))
-        gradients = torch.autograd.grad(value, list(model.parameters()))
-        flat = torch.cat([g.flatten() for g in gradients])
-        total += flat * min(1.0, CLIP / float(flat.norm()))
-        losses += float(value)
-    return total, losses
-
-
-@pytest.mark.parametrize("vmap", [False, True])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "vmap"), [*((case, False) for case in CASES), ("dict batches", True), ("mse", True)]
+)
 def test_each_loss_is_clipped_record_by_record(case, vmap):
+    """As by autograd alone, in float64, one record at a time."""
     make, loss, inputs, targets, alone = CASES[case]
     engine = GradientEngine(make(), objective_of(loss), clipping=FlatClipping(CLIP), vmap=vmap)
-    found = engine.clipped_sum(inputs, targets)
-    expected, losses = by_hand(make(), alone, inputs, targets)
+    found, model = engine.clipped_sum(inputs, targets), make().double()
+
+    def loss_of(row: int) -> Tensor:
+        return alone(model, one(inputs, row), one(targets, row))
+
+    expected = one_at_a_time(model, loss_of, B, CLIP)
+    losses = sum(float(loss_of(row).detach()) for row in range(B))
     assert float((found.flat - expected).norm()) <= 2e-5 * B * CLIP  # the clip leaves room
     assert abs(found.loss_sum - losses) <= 1e-4 * (1 + abs(losses)) and found.examples == B
     assert float(expected.norm()) > 0.1 * CLIP  # something is learned
 
 
-@pytest.mark.parametrize("case", ["mse", "dict batches", "several inputs", "two passes"])
-def test_one_record_moves_the_sum_by_at_most_the_clip(case):
-    """In keyed blocks and passes of one shape, each record against none, for targets far away."""
-    make, loss, inputs, targets, _ = CASES[case]
-    if targets.is_floating_point():
-        targets = 1000 * targets
-    engine = GradientEngine(
-        make(), objective_of(loss), clipping=FlatClipping(CLIP), micro_batch=8,
-        blocks=Blocks.for_batches(B, 0.9),
-    )  # fmt: skip
-    ids = torch.arange(B)
-
-    def sum_of(rows: list[int]) -> Tensor:
-        some = torch.tensor(rows, dtype=torch.int64)
-        chosen = (
-            {n: t[some] for n, t in inputs.items()} if isinstance(inputs, dict)
-            else tuple(t[some] for t in inputs) if isinstance(inputs, tuple) else inputs[some]
-        )  # fmt: skip
-        return engine.clipped_sum(
-            chosen, targets[some], draw_key=KEY, record_ids=ids[some]
-        ).flat.clone()
-
-    whole, norms = sum_of(list(range(B))), []
-    for row in range(0, B, 4):
-        norms.append(float((whole - sum_of([r for r in range(B) if r != row])).norm()))
-    assert max(norms) <= engine.sensitivity and max(norms) > 0.99 * CLIP
-    assert not sum_of([]).any()
-
-
-def test_examples_decide_what_is_run_in_screening():
-    """Other passes are tried on the examples that were screened: invented tokens would not fit."""
-    make, loss, inputs, targets, _ = CASES["dict batches"]
-    engine = GradientEngine(make(), objective_of(loss), clipping=FlatClipping(CLIP))
-    engine.validate(inputs, targets)
-    assert engine._invented(inputs, targets, 8)[0]["tokens"].max() > 1
-
-
 def test_a_loss_from_elsewhere_is_screened():
-    loss = CASES["own mse"][1]
-    for given, word in ((loss, SCREENED), ("mse", KNOWN_LAYERS)):
+    for given, word in ((own_mse, SCREENED), ("mse", KNOWN_LAYERS)):
         engine = GradientEngine(
             nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1)), objective_of(given),
             clipping=FlatClipping(1.0),
@@ -220,20 +165,6 @@ def test_recipes_and_the_engine_know_the_same_losses():
 
 
 # --- what is refused --------------------------------------------------------------------------
-
-
-def mean_loss(module, batch):
-    return own_mse(module, batch).mean()
-
-
-def spread_mean(module, batch):
-    losses = own_mse(module, batch)
-    return losses.mean().expand(len(losses))
-
-
-def centered(module, batch):
-    outputs = module(batch[0]).squeeze(1)
-    return (outputs - outputs.mean() - batch[1]).square()
 
 
 def centered_unseen(module, batch):
@@ -260,8 +191,7 @@ def shuffled(module, batch):
 
 
 MIXING = {
-    loss.__name__: loss
-    for loss in (spread_mean, centered, centered_unseen, contrastive, normalized_targets, shuffled)
+    loss.__name__: loss for loss in (centered_unseen, contrastive, normalized_targets, shuffled)
 }
 
 
@@ -270,31 +200,27 @@ def test_losses_over_the_batch_are_refused(name):
     engine = GradientEngine(network(1), objective_of(MIXING[name]), clipping=FlatClipping(1.0))
     with mixing_refused():
         engine.clipped_sum(INPUTS, draw(B))
-    honest = GradientEngine(network(1), objective_of(own_mse), clipping=FlatClipping(1.0))
-    assert honest.clipped_sum(INPUTS, draw(B)).examples == B
 
 
 @pytest.mark.parametrize(
-    ("loss", "words"),
+    "loss",
     [
-        (mean_loss, r"one loss per example, shape \(\d+,\), got \(\): use reduction='none'"),
-        (lambda m, b: m(b[0]), r"got \(\d+, 1\): use"),
-        (lambda m, b: 1.0, "got a float: use"),
-        (lambda m, b: own_mse(m, b)[1:], r"got \(\d+,\): use"),
+        lambda m, b: own_mse(m, b).mean(),
+        lambda m, b: m(b[0]),
+        lambda m, b: 1.0,
+        lambda m, b: own_mse(m, b)[1:],
     ],
 )
-@pytest.mark.parametrize("vmap", [False, True])
-def test_a_mean_over_the_batch_is_refused_by_its_shape(loss, words, vmap):
-    engine = GradientEngine(network(1), objective_of(loss), clipping=FlatClipping(1.0), vmap=vmap)
-    with pytest.raises(UserError, match=words):
+def test_a_mean_over_the_batch_is_refused_by_its_shape(loss):
+    engine = GradientEngine(network(1), objective_of(loss), clipping=FlatClipping(1.0))
+    with pytest.raises(UserError):
         engine.clipped_sum(INPUTS, draw(B))
 
 
-def test_named_losses_refuse_shapes_that_torch_would_broadcast():
-    elementwise = ((draw(B, 3), draw(B)), (draw(B), draw(B, 1)))
-    refused = [(name, given) for name in ("bce", "mse", "huber") for given in elementwise]
-    for name, given in refused:
-        with pytest.raises(UserError, match=r"shape.*, got"):
+@pytest.mark.parametrize("name", ["bce", "mse", "huber"])
+def test_named_losses_refuse_shapes_that_torch_would_broadcast(name):
+    for given in ((draw(B, 3), draw(B)), (draw(B), draw(B, 1))):
+        with pytest.raises(UserError):
             LOSSES[name](*given)
 
 
@@ -325,19 +251,14 @@ class _Focal(nn.Module):
 _CLASSES, _NUMBERS, _YES = draw(B, classes=3), draw(B, 3), draw(B, 3, classes=2)
 _WEIGHT = torch.tensor([0.2, 1.0, 3.0])
 CRITERIA = {
-    "plain": (nn.CrossEntropyLoss(), _CLASSES),
     "smoothed": (nn.CrossEntropyLoss(label_smoothing=0.1), _CLASSES),
     "soft": (nn.CrossEntropyLoss(), _NUMBERS.softmax(1)),
     "sum": (nn.CrossEntropyLoss(reduction="sum", label_smoothing=0.2), _CLASSES),
     "pos_weight": (nn.BCEWithLogitsLoss(pos_weight=_WEIGHT), _YES),
-    "mse": (nn.MSELoss(), _NUMBERS),
     "mse summed": (nn.MSELoss(reduction="sum"), _NUMBERS),
-    "l1": (nn.L1Loss(), _NUMBERS),
-    "smooth": (nn.SmoothL1Loss(beta=0.3), _NUMBERS),
     "huber": (nn.HuberLoss(delta=0.3), _NUMBERS),
     "poisson": (nn.PoissonNLLLoss(), _YES),
     "divergence": (nn.KLDivLoss(reduction="batchmean", log_target=True), _NUMBERS.log_softmax(1)),
-    "margin": (nn.MultiMarginLoss(margin=0.5), _CLASSES),
     "soft margin": (nn.MultiLabelSoftMarginLoss(), _YES),
     "own": (_Focal(), _CLASSES),
 }
@@ -348,15 +269,11 @@ def test_a_criterion_gives_each_record_what_it_gives_a_batch_of_one(kind):
     criterion, targets = CRITERIA[kind]
     model = network(3)
     engine = GradientEngine(model, criterion, clipping=FlatClipping(CLIP), micro_batch=8)
-    expected = torch.zeros(engine.size, dtype=torch.float64)
-    for row in range(B):
-        one = targets[row : row + 1]
-        if kind in ("pos_weight", "poisson", "soft margin"):
-            one = one.float()
-        value = criterion(model(INPUTS[row : row + 1]), one)
-        own = torch.autograd.grad(value, list(model.parameters()))
-        gradient = torch.cat([each.flatten() for each in own]).double()
-        expected += gradient * min(1.0, CLIP / max(1e-9, float(gradient.norm())))
+    if kind in ("pos_weight", "poisson", "soft margin"):
+        targets = targets.float()
+    expected = one_at_a_time(
+        model, lambda row: criterion(model(INPUTS[row : row + 1]), targets[row : row + 1]), B, CLIP
+    )
     found = engine.clipped_sum(INPUTS, targets).flat
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert engine.independence == (SCREENED if kind == "own" else KNOWN_LAYERS)
@@ -381,26 +298,6 @@ def test_a_criterion_takes_the_mean_over_a_records_own_tokens():
         loss(nn.Identity(), (draw(2, 4, 4), targets.clamp(0, 3)))
 
 
-@pytest.mark.parametrize(
-    ("given", "criterion"),
-    [
-        (nn.CrossEntropyLoss, nn.CrossEntropyLoss()),
-        (nn.L1Loss, nn.L1Loss()),
-        (functional.cross_entropy, nn.CrossEntropyLoss()),
-        (functional.mse_loss, nn.MSELoss()),
-    ],
-)
-def test_a_class_and_torchs_own_functions_are_their_criterion(given, criterion):
-    model, inputs = nn.Linear(3, 3), torch.randn(5, 3)
-    classes = "cross" in str(given).lower()
-    targets = torch.tensor([0, 1, 2, 1, 0]) if classes else torch.randn(5, 3)
-    values = []
-    for loss in (given, criterion):
-        engine = GradientEngine(model, objective_of(loss), clipping=FlatClipping(1.0))
-        values.append(engine.clipped_sum(inputs, targets).flat)
-    assert torch.allclose(*values, atol=1e-7) and values[0].any()
-
-
 def test_a_criterion_of_several_outputs_and_inputs():
     mean, spread, wanted = draw(B, 1), draw(B, 1).square() + 0.1, draw(B)
     loss = objective_of(nn.GaussianNLLLoss()).function
@@ -417,5 +314,5 @@ def test_a_criterion_refuses_shapes_that_torch_would_broadcast():
     for criterion in (nn.MSELoss(), nn.BCEWithLogitsLoss(), nn.L1Loss()):
         loss = objective_of(criterion).function
         assert loss(nn.Identity(), (draw(B, 1), draw(B))).shape == (B,)
-        with pytest.raises(UserError, match=r"targets' shape, got \(B, 3\) and \(B,\): give"):
+        with pytest.raises(UserError):
             loss(nn.Identity(), (draw(B, 3), draw(B)))

@@ -37,8 +37,7 @@ def engine(**setting) -> GradientEngine:
     )
 
 
-@pytest.mark.parametrize("key", [b"", bytes(32)], ids=["no key", "a key"])
-@pytest.mark.parametrize("blocks", [None, Blocks(1, 16)], ids=["no blocks", "blocks"])
+@pytest.mark.parametrize(("blocks", "key"), [(None, b""), (Blocks(1, 16), bytes(32))])
 def test_large_batches_without_ids_are_not_added_up_in_float32(key, blocks):
     """The sum's rounding comes on top of the sensitivity there, so it must be nothing. The entries
     lose as much as they can whenever they are added to a sum of 16 to 32 of them."""
@@ -80,18 +79,17 @@ def test_no_record_exceeds_the_clip_under_autocast():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["high", "medium"])
-def test_no_float32_product_is_made_where_torch_rounds_its_factors(precision, monkeypatch):
+def test_no_float32_product_is_made_where_torch_rounds_its_factors(monkeypatch):
     """TF32 on a GPU and bfloat16 on some CPUs, which a script may allow."""
     made = engine(blocks=Blocks(1, 200))
     assert 0.9 < largest_change(made, 1.0) <= 1.0  # looks at the model
     monkeypatch.setattr(torch, "bmm", None)
     with new_settings_after():
-        torch.set_float32_matmul_precision(precision)
+        torch.set_float32_matmul_precision("medium")
         assert 0.9 < largest_change(made, 1.0) <= 1.0
 
 
-@pytest.mark.parametrize("clip_norm", [1e-14, 1e-25, 1e-26])
+@pytest.mark.parametrize("clip_norm", [1e-14, 1e-26])
 def test_factors_too_small_for_float32_do_not_exceed_a_tiny_clip(clip_norm):
     """At 1e-26 factors were one of two numbers."""
     made = engine(blocks=Blocks(1, 200))
@@ -110,10 +108,8 @@ def test_a_float64_table_used_twice_is_summed_record_by_record():
     gradient.add(outer)
     gradient.add(looked_up)
     gradient.squared_norms()
-    factors, found = (
-        torch.tensor([0.3, 0.7], dtype=torch.float64),
-        torch.zeros(rows, width).double(),
-    )
+    factors = torch.tensor([0.3, 0.7], dtype=torch.float64)
+    found = torch.zeros(rows, width).double()
     gradient.add_weighted_sum(factors, found, 1)
     wanted = torch.zeros_like(found)
     for place in range(2):
@@ -125,8 +121,7 @@ def test_a_float64_table_used_twice_is_summed_record_by_record():
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_passes_under_autocast_are_those_of_float32_within_bfloat16(own):
+def test_passes_under_autocast_are_those_of_float32_within_bfloat16():
     """Its sum differs by rounding of products only; norms are float32, so the clip holds."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
@@ -134,7 +129,7 @@ def test_passes_under_autocast_are_those_of_float32_within_bfloat16(own):
         torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten(), torch.nn.Linear(32, 3),
     )  # fmt: skip
     inputs, targets = torch.rand(24, 3, 9, 9), torch.arange(24) % 3
-    loss = objective_of(torch.nn.CrossEntropyLoss() if own else "cross-entropy")
+    loss = objective_of("cross-entropy")
     types: list[torch.dtype] = []
     model[0].register_forward_hook(lambda module, args, output: types.append(output.dtype))
     for clip_norm in (0.1, 100.0):  # all are clipped, or none
@@ -151,9 +146,3 @@ def test_passes_under_autocast_are_those_of_float32_within_bfloat16(own):
             assert getattr(torch, name) in types and sums[name].dtype == torch.float64
         difference = float((sums["bfloat16"] - sums["float32"]).norm())
         assert 0 < difference <= 0.03 * float(sums["float32"].norm())
-        alone = GradientEngine(
-            model, under_autocast(loss), clipping=FlatClipping(clip_norm), micro_batch=1
-        )
-        for row in range(4):
-            one = alone.clipped_sum(inputs[row : row + 1], targets[row : row + 1]).flat
-            assert float(one.norm()) <= clip_norm

@@ -9,13 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scipy import stats
-from support.networks import cross_entropy
+from support.networks import Of, cross_entropy
 from torch import Tensor, nn
 
 from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.per_example import OuterProductGradient, PerExampleGradient
 from dpdist.gradients.perturbations import (
     CropAndFlip,
     HiddenPerturbation,
@@ -38,18 +37,6 @@ def network() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(48, 6), nn.Tanh(), nn.Linear(6, 3)
     )
-
-
-class TwoPaths(nn.Module):
-    """Two layers that look at one input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(100, 4), nn.Linear(100, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.flatten(1)
-        return torch.cat([self.one(x).tanh(), self.other(x)], 1)
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -94,14 +81,10 @@ def expected_sum(model: nn.Module, draws: Perturbation, clip_norm: float) -> Ten
 
 
 ALL_DRAWS = [
-    ParameterPerturbation(4, 0.1),
     ParameterPerturbation(4, 0.1, aggregate="sum"),
-    ParameterPerturbation(3, 0.1, per_example=True),
     ParameterPerturbation(3, 0.1, input_std=0.5),
     ParameterPerturbation(2, 0.1, per_example=True, input_std=0.5),
-    InputPerturbation(3, 0.5),
-    InputPerturbation(2, torch.linspace(0, 1, 6)),
-    HiddenPerturbation(3, "1", 0.5),
+    InputPerturbation(8, torch.linspace(0, 1, 6)),
     HiddenPerturbation(3, "3", 0.5),
     ModulePerturbation(3, ModuleNoise({"1": 0.5, "3": 0.2}, input_std=0.3)),
     ModulePerturbation(2, ModuleNoise({"1": 0.5, "3": 0.2}, "multiplicative", floor=0.1)),
@@ -111,13 +94,11 @@ ALL_DRAWS = [
 
 @pytest.mark.parametrize("draws", ALL_DRAWS, ids=lambda d: f"{type(d).__name__}-{d.aggregate}")
 @pytest.mark.parametrize("clip_norm", [0.1, 1e6])
-@pytest.mark.parametrize("micro_batch", [2, 8])
-def test_the_average_over_draws_is_what_is_clipped(draws, clip_norm, micro_batch):
+def test_the_average_over_draws_is_what_is_clipped(draws, clip_norm):
     model = network()
     engine = GradientEngine(
-        model, cross_entropy, clipping=FlatClipping(clip_norm), perturbation=draws,
-        micro_batch=micro_batch,
-    )  # fmt: skip
+        model, cross_entropy, clipping=FlatClipping(clip_norm), perturbation=draws, micro_batch=2
+    )
     inputs, targets = batch()
     result = engine.clipped_sum(inputs, targets, draw_key=KEY, record_ids=IDS)
     expected = expected_sum(model, draws, clip_norm)
@@ -126,133 +107,16 @@ def test_the_average_over_draws_is_what_is_clipped(draws, clip_norm, micro_batch
     )
 
 
-FIRST_LAYERS = {
-    "few positions": lambda: nn.Sequential(nn.Conv2d(1, 3, 4, stride=2), nn.Tanh(), nn.Flatten()),
-    "many positions": lambda: nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.Tanh(), nn.Flatten()),
-    "one position": lambda: nn.Sequential(nn.Flatten(), nn.Linear(100, 9), nn.Tanh()),
-    "large": lambda: nn.Sequential(nn.Flatten(), nn.Linear(100, 2700), nn.Tanh()),
-    "two layers that see it": TwoPaths,
-}
-
-
-@pytest.mark.parametrize("name", FIRST_LAYERS)
-@pytest.mark.parametrize(
-    "draws", [ParameterPerturbation(5, 0.1), InputPerturbation(3, 0.5)], ids=["same", "own"]
-)
-def test_the_first_layer_makes_one_product_of_all_draws_that_see_one_input(
-    name, draws, monkeypatch
-):
-    inputs = torch.rand(5, 1, 10, 10, generator=torch.Generator().manual_seed(6))
-    torch.manual_seed(5)
-    model = nn.Sequential(FIRST_LAYERS[name](), nn.LazyLinear(3))
-    model(inputs)
-    monkeypatch.setitem(globals(), "batch", lambda: (inputs, torch.tensor([0, 1, 2, 1, 0])))
-    counted: list[int] = []
-    made = PerExampleGradient._add
-
-    def count(self, contribution):
-        if isinstance(contribution, OuterProductGradient) and contribution.source is not None:
-            counted.append(int(contribution.source.numel() == inputs.numel()))
-        made(self, contribution)
-
-    monkeypatch.setattr(PerExampleGradient, "_add", count)
-    engine = GradientEngine(
-        model, cross_entropy, clipping=FlatClipping(0.1), perturbation=draws, micro_batch=5
-    )
-    engine.clipped_sum(*batch(), draw_key=KEY, record_ids=IDS)  # with a self-check of its own
-    counted.clear()
-    result = engine.clipped_sum(*batch(), draw_key=KEY, record_ids=IDS)
-    expected = expected_sum(model, draws, 0.1)
-    torch.testing.assert_close(result.flat.float(), expected, rtol=1e-4, atol=2e-6)
-    paths = 2 if name.startswith("two") else 1
-    assert sum(counted) == paths * (1 if isinstance(draws, ParameterPerturbation) else draws.count)
-
-
 def test_an_input_that_is_changed_in_place_is_refused():
     """The product of all draws would be of another input than the first draw saw."""
 
-    class Brighter(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(36, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x.detach().add_(0.1).flatten(1))
-
+    brighter = Of(lambda m, x: m.layer(x.detach().add_(0.1).flatten(1)), layer=nn.Linear(36, 3))
     engine = GradientEngine(
-        Brighter(), cross_entropy, clipping=FlatClipping(0.1), perturbation=ParameterPerturbation(3,
-            0.1),
-        micro_batch=5,
+        brighter, cross_entropy, clipping=FlatClipping(0.1), micro_batch=5,
+        perturbation=ParameterPerturbation(3, 0.1),
     )  # fmt: skip
     with pytest.raises(UserError):
         engine.clipped_sum(*batch(), draw_key=KEY, record_ids=IDS)
-
-
-def test_no_noise_is_plain_dp_sgd():
-    model, (inputs, targets) = network(), batch()
-    plain = GradientEngine(model, cross_entropy, clipping=FlatClipping(0.1))
-    reference = plain.clipped_sum(inputs, targets).flat
-    for draws in (
-        ParameterPerturbation(3, 0.0),
-        InputPerturbation(2, 0.0),
-        HiddenPerturbation(2, "1", 0.0),
-    ):
-        engine = GradientEngine(
-            model, cross_entropy, clipping=FlatClipping(0.1), perturbation=draws
-        )
-        result = engine.clipped_sum(inputs, targets, draw_key=KEY, record_ids=IDS)
-        torch.testing.assert_close(result.flat, reference, rtol=1e-5, atol=1e-6)
-
-
-def test_the_control_without_smoothing():
-    """Gradient x K before the clip C is K times the sum clipped at C / K."""
-    model, (inputs, targets) = network(), batch()
-    control = GradientEngine(
-        model,
-        cross_entropy,
-        clipping=FlatClipping(0.5),
-        perturbation=Perturbation(gradient_scale=10),
-    )
-    plain = GradientEngine(model, cross_entropy, clipping=FlatClipping(0.05))
-    torch.testing.assert_close(
-        control.clipped_sum(inputs, targets).flat,
-        10 * plain.clipped_sum(inputs, targets).flat,
-        rtol=1e-5,
-        atol=1e-6,
-    )
-
-
-@pytest.mark.parametrize("draws", ALL_DRAWS, ids=lambda d: f"{type(d).__name__}-{d.aggregate}")
-def test_draws_do_not_depend_on_the_split_or_the_order(draws):
-    """Two 'workers' with a share each, in another order: the same sum as one process."""
-    inputs, targets = batch()
-    engine = GradientEngine(
-        network(), cross_entropy, clipping=FlatClipping(0.1), perturbation=draws
-    )
-    whole = engine.clipped_sum(inputs, targets, draw_key=KEY, record_ids=IDS).flat
-    parts = torch.zeros_like(whole)
-    for share in ([4, 1], [2, 0, 3]):
-        part = engine.clipped_sum(
-            inputs[share], targets[share], draw_key=KEY, record_ids=IDS[share]
-        )
-        parts += part.flat
-    torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-6)
-    other = engine.clipped_sum(inputs, targets, draw_key=OTHER_KEY, record_ids=IDS).flat
-    assert float((other - whole).norm() / whole.norm()) > 1e-3
-
-
-def test_torch_seed_has_no_influence():
-    sums = []
-    for seed in (0, 1):
-        engine = GradientEngine(
-            network(),
-            cross_entropy,
-            clipping=FlatClipping(0.1),
-            perturbation=InputPerturbation(2, 0.5),
-        )
-        torch.manual_seed(seed)
-        sums.append(engine.clipped_sum(*batch(), draw_key=KEY, record_ids=IDS).flat)
-    assert torch.equal(*sums)
 
 
 # ---- the distribution of the noise. Fixed keys: these tests are deterministic; for a random key
@@ -307,18 +171,16 @@ def test_one_hidden_noise_is_the_run_s_and_of_its_scale():
     assert torch.equal(once, draws.perturb_output(torch.zeros(3, 4, 100), IDS[2:], KEY, 1))
 
 
-@pytest.mark.parametrize("shape", [(1, 6, 6), (3, 5, 7)])
-def test_a_copy_is_of_record_key_and_draw(shape):
+def test_a_copy_is_of_record_key_and_draw():
     """In whatever company and place, on whichever worker; and it is one of the possible copies."""
     changed, ids = CropAndFlip(2, flip=True), torch.arange(40) * 7
-    images = torch.rand(40, *shape, generator=torch.Generator().manual_seed(1))
+    images = torch.rand(40, 3, 5, 7, generator=torch.Generator().manual_seed(1))
     first = changed(images, ids, KEY, 0)
     some = torch.randperm(40, generator=torch.Generator().manual_seed(2))[:9]
     assert torch.equal(changed(images[some], ids[some], KEY, 0), first[some])
     for key, draw in ((KEY, 1), (OTHER_KEY, 0)):
         same = (changed(images, ids, key, draw) == first).flatten(1).all(1)
         assert int(same.sum()) < 10  # of 40, each with probability 1/50
-    height, width = shape[1:]
     padded = F.pad(images, [2] * 4)
     places = set()
     for image, copy in zip(padded, first, strict=True):
@@ -326,15 +188,12 @@ def test_a_copy_is_of_record_key_and_draw(shape):
             (y, x, f): window.flip(2) if f else window
             for y in range(5)
             for x in range(5)
-            for window in [image[:, y : y + height, x : x + width]]
+            for window in [image[:, y : y + 5, x : x + 7]]
             for f in (False, True)
         }
         places |= {place for place, window in windows.items() if torch.equal(window, copy)}
     assert {y for y, _, _ in places} == {x for _, x, _ in places} == set(range(5))
     assert {f for *_, f in places} == {False, True}
-    still = CropAndFlip(0, flip=False)(images, ids, KEY, 0)
-    assert torch.equal(still, images)
-    assert changed(images[:0], ids[:0], KEY, 0).shape == (0, *shape)
 
 
 @pytest.mark.parametrize(
@@ -357,7 +216,7 @@ def test_an_augmented_record_adds_its_own_gradient_whatever_the_batch(draws):
     added = of(4, 2, 0, 1, 3) - of(1, 2, 0, 4)
     torch.testing.assert_close(added, of(3), rtol=1e-4, atol=1e-6)
     assert float(added.norm()) <= 0.1
-    with pytest.raises(UserError, match="record_ids"):
+    with pytest.raises(UserError):
         engine.clipped_sum(inputs, targets, draw_key=KEY)
 
 
@@ -365,36 +224,8 @@ def test_an_augmented_record_adds_its_own_gradient_whatever_the_batch(draws):
 
 
 def test_noise_behind_a_layer_without_a_rule_is_refused():
-    class Scale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.factor = nn.Parameter(torch.ones(6))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.factor
-
-    model = nn.Sequential(nn.Linear(6, 6), Scale(), nn.Linear(6, 3))
+    model = nn.Sequential(nn.Linear(6, 6), nn.PReLU(), nn.Linear(6, 3))
     place = ModuleNoise({"0": 0.1, "1": 0.1})
     for draws in (HiddenPerturbation(1, "1", 0.1), ModulePerturbation(1, place)):
         with pytest.raises(UserError, match="layer 1"):
             GradientEngine(model, cross_entropy, clipping=FlatClipping(0.1), perturbation=draws)
-    GradientEngine(
-        model,
-        cross_entropy,
-        clipping=FlatClipping(0.1),
-        perturbation=HiddenPerturbation(1, "0", 0.1),
-    )
-
-
-def test_clipping_each_draw_would_be_noticed():
-    model = network()
-    draws = ParameterPerturbation(4, 0.5)
-    right = expected_sum(model, draws, 0.1)
-    per_draw = 0.0
-    for k in range(4):
-        given = {n: p.detach() for n, p in model.named_parameters()}
-        values = draws.perturb_parameters(given, KEY, k)
-        for x, y in zip(*batch(), strict=True):
-            gradient = flat_gradient(model, values, x, y)
-            per_draw = per_draw + gradient * min(1.0, 0.1 / float(gradient.norm())) / 4
-    assert float((per_draw - right).norm() / right.norm()) > 0.01

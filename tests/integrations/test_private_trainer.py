@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,9 @@ import torch
 from support import language_models as lm
 from support.optional_extras import needs_hf
 from support.training import KEY, release_ids
-from typer.testing import CliRunner
 
 import dpdist
 from dpdist import UserError
-from dpdist.cli.main import app
 from dpdist.core.optional_imports import import_extra
 from dpdist.publishing import write_release
 
@@ -30,29 +26,16 @@ transformers = import_extra("transformers", "hf", "tests")
 ModelLoss, PrivateTrainer = integration.ModelLoss, integration.PrivateTrainer
 
 
-WORDS, LENGTH, SIZE = 24, 7, 300
+WORDS, LENGTH, SIZE = lm.WIDTHS["vocab_size"], 7, 300
 PRIVATE = {"noise_multiplier": 1.0, "delta": 1e-3, "run_key": KEY}
 
 
-def llama(**settings: Any) -> Any:
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=WORDS, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16, **settings,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
+def llama() -> Any:
+    return lm.make("llama", num_hidden_layers=1)
 
 
 def lora() -> Any:
-    model = peft.get_peft_model(
-        llama(), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    )
-    torch.manual_seed(4)
-    with torch.no_grad():  # as after some steps: no adapter is zero
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+    return lm.stirred(lm.with_lora(llama(), target_modules=["q_proj", "v_proj"]))
 
 
 def texts(count: int = 40, seed: int = 1) -> list[dict[str, Any]]:
@@ -150,35 +133,9 @@ def test_what_is_logged_was_released(trained):
         assert each.keys() == {"step", "epoch", "learning_rate", "noisy_norm", "epsilon"}
     assert history[1]["epsilon"] == training.plan.guarantee(steps=2).epsilon
     assert history[3]["learning_rate"] == pytest.approx(0.01 / 4)
-    output = trained.output
-    assert output.global_step == 4 and output.training_loss is None
-    metrics = output.metrics
+    metrics = trained.output.metrics
     assert (metrics["epsilon"], metrics["delta"]) == (training.guarantee.epsilon, 1e-3)
-    rates = metrics["train_samples_per_second"] / metrics["train_steps_per_second"]
-    assert rates == pytest.approx(8, rel=1e-2) and metrics["train_runtime"] > 0
     assert training.guarantee.kind == "proved"
-
-
-def test_nothing_is_written_beside_the_run(trained):
-    run = trained.training.run
-    assert {path.name for path in run.path.iterdir()} <= {"run.json", "recipe.yaml", "private",
-                                                          "README.txt"}  # fmt: skip
-    assert (run.private / "model").is_dir() and run.training_summary.exists()
-    card = dpdist.load_results(run).privacy_card()
-    assert any("sampler and batches" in each for each in card["notes"])
-
-
-@pytest.mark.slow
-def test_gradients_have_no_way_around_the_clip(tmp_path):
-    """Without noise a step's sum is no longer than one clip norm a record."""
-    privacy = {"noise_multiplier": 0.0, "delta": 1e-3, "clip_norm": 0.25, "run_key": KEY}
-    for count in (2, 4):
-        folder = tmp_path / f"{count}"
-        args = arguments(folder, per_device_train_batch_size=count)  # every record in every step
-        t = trainer(folder, train_dataset=texts(count), args=args, privacy=privacy)
-        t.train()
-        norms = [each["noisy_norm"] for each in t.state.log_history]
-        assert 0.05 * count < max(norms) <= 0.25 * count + 1e-9
 
 
 # --- after a stop
@@ -195,9 +152,6 @@ def test_it_goes_on_after_a_stop(tmp_path, trained):
     assert begun.train().global_step == 2
     assert begun.guarantee.epsilon == begun.training.plan.guarantee(steps=2).epsilon
     begun.training.close()
-    args = arguments(tmp_path / "run", warmup_steps=2)
-    with pytest.raises(UserError, match=r"optimizer.*\.lr: "):
-        trainer(tmp_path / "run", args=args)
     ended = trainer(tmp_path / "run")
     assert ended.train().global_step == 4
     assert [each["step"] for each in ended.state.log_history] == [2, 3, 4]
@@ -226,32 +180,20 @@ def collated(model: Any, rows: list[dict[str, Any]], folder: Path, **given: Any)
     return t, t._records.batch(np.arange(len(rows)))
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_the_loss_of_a_causal_model_is_that_of_transformers_record_by_record(tmp_path, attention):
-    model, rows = llama(attn_implementation=attention).eval(), texts(6)
-    t, batch = collated(model, rows, tmp_path / "run")
-    assert set(batch) == {"input_ids", "labels"}
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_the_loss_of_a_causal_model_is_that_of_transformers_record_by_record(tmp_path, side):
+    """Nor does padding of the user's own count."""
+    model, rows, given = llama(), texts(6), []
+    for row in rows:
+        room = [0] * (12 - len(row["input_ids"]) if side != "none" else 0)
+        filled = {"input_ids": [5 for _ in room], "labels": [-100 for _ in room],
+                  "attention_mask": room}  # fmt: skip
+        each = {**row, "attention_mask": [1] * len(row["input_ids"])}
+        given.append({n: p + each[n] if side == "left" else each[n] + p for n, p in filled.items()})
+    t, batch = collated(model, given, tmp_path / "run")
     with torch.no_grad():
         found = t._loss(model, batch)
     torch.testing.assert_close(found, torch.tensor(own_losses(model, rows)), rtol=1e-5, atol=1e-6)
-
-
-def test_padding_of_the_users_own_does_not_count(tmp_path):
-    model, rows = llama().eval(), texts(6)
-    for side in ("left", "right"):
-        filled = []
-        for row in rows:
-            room = 12 - len(row["input_ids"])
-            each = {"input_ids": ([5] * room, row["input_ids"]),
-                    "labels": ([-100] * room, row["labels"]),
-                    "attention_mask": ([0] * room, [1] * len(row["input_ids"]))}  # fmt: skip
-            filled.append({n: a + b if side == "left" else b + a for n, (a, b) in each.items()})
-        t, batch = collated(model, filled, tmp_path / side)
-        with torch.no_grad():
-            found = t._loss(model, batch)
-        torch.testing.assert_close(
-            found, torch.tensor(own_losses(model, rows)), rtol=1e-5, atol=1e-6
-        )
 
 
 BERT = {"vocab_size": WORDS, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -262,10 +204,7 @@ BERT = {"vocab_size": WORDS, "hidden_size": 8, "num_hidden_layers": 1, "num_atte
 @pytest.mark.parametrize(
     ("kind", "settings", "label"),
     [
-        ("SequenceClassification", {"num_labels": 3}, lambda n, size: n % 3),
-        ("SequenceClassification", {"num_labels": 1}, lambda n, size: n / 3),
         ("SequenceClassification", {"num_labels": 3}, lambda n, size: [1.0, 0.0, n % 2.0]),
-        ("TokenClassification", {"num_labels": 3}, lambda n, size: [-100] + [n % 3] * (size - 1)),
         ("MaskedLM", {}, lambda n, size: [-100] + [n % WORDS] * (size - 1)),
     ],
 )
@@ -284,41 +223,14 @@ def test_losses_of_encoders_are_those_of_transformers(tmp_path, kind, settings, 
     torch.testing.assert_close(found, torch.tensor(own_losses(model, rows)), rtol=1e-4, atol=1e-5)
 
 
-def test_a_classifier_is_trained(tmp_path):
-    torch.manual_seed(5)
-    model = transformers.BertForSequenceClassification(
-        transformers.BertConfig(**BERT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    )
-    before = weights(model)
-    rows = [{"input_ids": row["input_ids"], "label": n % 2} for n, row in enumerate(texts())]
-    t = trainer(tmp_path / "run", model, train_dataset=rows)
-    assert t.train().global_step == 4 and not torch.equal(before, weights(model))
-
-
-@pytest.mark.slow
 def test_records_of_a_class_join_at_its_rate(tmp_path):
-    torch.manual_seed(5)
-    config = transformers.BertConfig(
-        **BERT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
-    )
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**BERT))
     rows = [{"input_ids": row["input_ids"], "label": n % 4 // 3} for n, row in enumerate(texts())]
     given = {"class_sampling": {0: 1, 1: 4}, "class_counts": {0: 30, 1: 10}}
-
-    def of(name: str, options: dict[str, Any], records: Any = rows) -> PrivateTrainer:
-        model = transformers.BertForSequenceClassification(config)
-        return trainer(tmp_path / name, model, train_dataset=records, training_options=options)
-
-    t = of("rates", {**given, "importance_weights": True})
+    t = trainer(tmp_path / "run", model, train_dataset=rows, training_options=given)
     assert t.train().global_step == 4
     step = t.training.plan.step(0)  # (30 a + 10 * 4a) / 40 = 0.2
     assert step.rates_by_class == pytest.approx((4 / 35, 16 / 35)) and step.expected_batch == 8
-    assert t.training.guarantee.epsilon > of("equal", {}).training.plan.guarantee().epsilon
-    with pytest.raises(UserError, match="class_sampling"):
-        trainer(tmp_path / "refused", training_options=given)  # the targets are tokens
-    others = [{**row, "label": 2} for row in rows]
-    with pytest.raises(UserError, match="label"):
-        of("refused", given, others)
-    assert not any((tmp_path / "refused").iterdir())  # the Trainer makes the folder
 
 
 # --- evaluation
@@ -340,32 +252,28 @@ def test_public_records_are_evaluated_between_steps(tmp_path):
     assert "eval_dataset is public" in assumed
 
 
-class _Drops(transformers.TrainerCallback):
-    """After the second step the model is one that answers worse."""
-
+class _KeepsFirst(transformers.TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 1:
             self.best = weights(kwargs["model"]).clone()
 
 
-@pytest.mark.parametrize("early", [False, True])
-def test_the_best_model_of_public_evaluations_is_loaded_and_released(tmp_path, early):
-    """Of four steps the first has the best metric, which a function of the script invents."""
+@pytest.mark.filterwarnings("ignore")
+def test_the_best_model_of_public_evaluations_is_loaded_and_released(tmp_path):
+    """The first step has the best metric, which a function of the script invents."""
     scores = iter([3.0, 1.0, 2.0, 0.5])
-    watch = _Drops()
+    watch = _KeepsFirst()
     args = arguments(
         tmp_path / "run", eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
         load_best_model_at_end=True, metric_for_best_model="made_up", greater_is_better=True,
         save_total_limit=1, per_device_eval_batch_size=1,
     )  # fmt: skip
-    stop = [transformers.EarlyStoppingCallback(early_stopping_patience=2)] if early else []
-    with pytest.warns(UserWarning, match="save_steps, save_total_limit"):
-        t = trainer(
-            tmp_path / "run", args=args, eval_dataset=texts(4, seed=9), public_eval=True,
-            compute_metrics=lambda found: {"made_up": next(scores)}, callbacks=[watch, *stop],
-        )  # fmt: skip
-    output = t.train()
-    assert output.global_step == (3 if early else 4)
+    stop = transformers.EarlyStoppingCallback(early_stopping_patience=2)
+    t = trainer(
+        tmp_path / "run", args=args, eval_dataset=texts(4, seed=9), public_eval=True,
+        compute_metrics=lambda found: {"made_up": next(scores)}, callbacks=[watch, stop],
+    )  # fmt: skip
+    assert t.train().global_step == 3
     assert t.state.best_global_step == 1 and t.state.best_metric == 3.0
     assert torch.equal(weights(t.model), watch.best)
     assert t.training.guarantee == t.training.plan.guarantee()
@@ -408,32 +316,25 @@ def test_a_merged_model_is_the_trained_one(tmp_path, trained):
     trained.model.train()
     assert torch.allclose(found, expected, atol=1e-5)
     assert {"privacy_card.json", "privacy_card.md"} <= {path.name for path in folder.iterdir()}
-    with pytest.raises(UserError, match="folder: must be new"):
-        trained.save_merged(folder, not_private=True)
 
 
 def test_private_records_are_not_evaluated(tmp_path, trained):
-    with pytest.raises(UserError, match="eval_dataset"):
+    with pytest.raises(UserError):
         trainer(tmp_path / "run", eval_dataset=texts(4, seed=9))
     for call in (trained.evaluate, trained.predict):
-        with pytest.raises(UserError, match="_dataset: "):
+        with pytest.raises(UserError):
             call(texts())
     relabeled = {**texts()[3], "labels": [-100] * len(texts()[3]["labels"])}
     t = trainer(tmp_path / "run", public_eval=True,
                 args=arguments(tmp_path / "run", per_device_eval_batch_size=1))  # fmt: skip
     for call in (t.evaluate, t.predict):
-        with pytest.raises(UserError, match=r"_dataset: .*got 1 "):
+        with pytest.raises(UserError):
             call([*texts(3, seed=9), relabeled])
-    with pytest.raises(UserError, match=r"eval_dataset\['a'\]"):
-        t.evaluate({"a": texts()})
     t.eval_dataset = {"a": texts(3, seed=9), "b": texts()}  # as a script may, later
     assert t.evaluate("a").keys() >= {"eval_loss"}
-    for given in ("b", None):
-        with pytest.raises(UserError, match="eval_dataset"):
+    for given in ("b", None, {"a": texts()}):
+        with pytest.raises(UserError):
             t.evaluate(given)
-    t.eval_dataset = texts()
-    with pytest.raises(UserError, match="eval_dataset"):
-        t.evaluate()
 
 
 @pytest.mark.slow
@@ -457,10 +358,8 @@ REFUSED = {
 @pytest.mark.parametrize("key", REFUSED)
 def test_arguments_that_the_private_step_does_not_honor_are_refused(tmp_path, key):
     args = arguments(tmp_path / "run", **REFUSED[key])
-    with pytest.raises(UserError) as refusal:
+    with pytest.raises(UserError, match=rf"^args\.{key}: "):
         trainer(tmp_path / "run", args=args)
-    said = str(refusal.value)
-    assert re.match(rf"args\.{key}: must .*, got .*: .+", said), said
     assert not (tmp_path / "run").exists()
 
 
@@ -473,17 +372,10 @@ def test_every_argument_is_read_or_refused():
     assert "fp16" in integration._INSTEAD  # which no CPU takes: it is refused by the same lines
 
 
-@pytest.mark.parametrize("name", ["Mpt", "XGLM", "GPT2"])
-def test_causal_models_that_do_not_say_so_see_no_token_that_follows(name):
-    small = {"vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
-    config, kind, sizes = {
-        "Mpt": ("MptConfig", "MptForCausalLM", {"d_model": 8, "n_heads": 2, "n_layers": 1}),
-        "XGLM": ("XGLMConfig", "XGLMForCausalLM",
-                 {"d_model": 8, "attention_heads": 2, "num_layers": 1, "ffn_dim": 8}),
-        "GPT2": ("GPT2Config", "GPT2LMHeadModel", {"n_embd": 8, "n_head": 2, "n_layer": 1}),
-    }[name]  # fmt: skip
+def test_causal_models_that_do_not_say_so_see_no_token_that_follows():
     torch.manual_seed(0)
-    model = getattr(transformers, kind)(getattr(transformers, config)(**small, **sizes)).eval()
+    config = transformers.MptConfig(vocab_size=WORDS, d_model=8, n_heads=2, n_layers=1)
+    model = transformers.MptForCausalLM(config).eval()
     loss, one = ModelLoss(model), torch.tensor([[3, 4, 5, 6]])
     batch = {"labels": torch.tensor([[-100, 4, -100, -100]]), "attention_mask": one * 0 + 1}
     found = [
@@ -491,23 +383,6 @@ def test_causal_models_that_do_not_say_so_see_no_token_that_follows(name):
         for tokens in (one, torch.tensor([[3, 4, 7, 8]]))
     ]
     assert loss.causal and found[0] == pytest.approx(found[1], abs=1e-6)
-
-
-def test_a_digest_is_that_of_the_base_beside_trained_copies():
-    base = llama()
-    wanted = integration.base_digest(base)
-    config = peft.LoraConfig(
-        r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"
-    )
-    model = peft.get_peft_model(base, config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(1.0)
-    assert integration.base_digest(model) == wanted
-    with torch.no_grad():
-        model.get_base_model().lm_head.original_module.weight[0, 0] += 1.0
-    assert integration.base_digest(model) != wanted
 
 
 # --- adapters
@@ -519,14 +394,9 @@ def test_an_adapter_is_loaded_by_peft_with_the_same_logits(tmp_path, trained):
         "adapter_config.json", "adapter_model.safetensors", "privacy_card.json", "privacy_card.md",
         "base.json", "README.md",
     }  # fmt: skip
-    base = llama()
     assert json.loads((folder / "base.json").read_text()) == {
-        "name": "tiny", "digest": integration.base_digest(base), "dtype": "float32"
+        "name": "tiny", "digest": integration.base_digest(llama()), "dtype": "float32"
     }  # fmt: skip
-    assert integration.base_digest(base) == integration.base_digest(trained.model)
-    with torch.no_grad():
-        next(base.parameters())[0, 0] += 1e-6
-    assert integration.base_digest(base) != integration.base_digest(trained.model)
     loaded = peft.PeftModel.from_pretrained(llama(), folder).eval()
     ids = padded(texts(5))["input_ids"]
     with torch.no_grad():
@@ -535,12 +405,6 @@ def test_an_adapter_is_loaded_by_peft_with_the_same_logits(tmp_path, trained):
     trained.model.train()
     facts = dpdist.load_results(trained.training.run)
     assert json.loads((folder / "privacy_card.json").read_text()) == facts.privacy_card()
-    by_path = integration.save_adapter(
-        trained.model, str(trained.training.run.path), tmp_path / "again", base_name="tiny",
-        not_private=True,
-    )  # fmt: skip
-    for path in folder.iterdir():
-        assert path.read_bytes() == (by_path / path.name).read_bytes()
     everything = b"".join(path.read_bytes() for path in folder.iterdir())
     assert str(tmp_path).encode() not in everything and KEY.encode() not in everything
 
@@ -555,77 +419,34 @@ def adapted():
 """
 
 
-def chat_trainer(folder: Path, tokenizer: Any, **given: Any) -> PrivateTrainer:
-    """Trains on conversations that the tokenizer's template showed, as tokens."""
-    said = [
-        [{"role": "user", "content": f"q {n}"}, {"role": "assistant", "content": f"a {n}"}]
-        for n in range(20)
-    ]
-    shown = [lm.chat_tokenizer().apply_chat_template(each, tokenize=True) for each in said]
-    rows = [{"input_ids": [*each["input_ids"]], "labels": [*each["input_ids"]]} for each in shown]
-    options = {"max_length": 32, "train_dataset": rows, "processing_class": tokenizer, **given}
-    model = lm.with_lora(lm.make("llama", vocab_size=SIZE))
-    found = trainer(folder, model, args=arguments(folder, max_steps=2), **options)
-    found.train()
-    return found
-
-
 @pytest.mark.slow
 def test_a_run_is_released_with_its_tokenizer_and_answers(tmp_path, monkeypatch):
     tokenizer = lm.chat_tokenizer()
-    found = chat_trainer(tmp_path / "run", tokenizer)
+    t = trainer(
+        tmp_path / "run", lm.with_lora(lm.make("llama", vocab_size=SIZE)),
+        processing_class=tokenizer,
+    )  # fmt: skip
+    t.train()
     (tmp_path / "chats.py").write_text(FACTORY.format(size=SIZE))
     monkeypatch.syspath_prepend(str(tmp_path))
-    release, texts = tmp_path / "run" / "release", tmp_path / "texts"
-    call = partial(CliRunner().invoke, app)
-    done = call(["release", str(tmp_path / "run"), "--factory", "chats:adapted", "--not-private"])
-    assert done.exit_code == 0, done.output
-    again = transformers.AutoTokenizer.from_pretrained(release)
+    write_release(t.training.run, factory="chats:adapted", not_private=True)
+    again = transformers.AutoTokenizer.from_pretrained(t.training.run.release_folder)
     assert (again.chat_template, again.eos_token) == (lm.TEMPLATE, "<|end|>")
-    assert again("what?")["input_ids"] == tokenizer("what?")["input_ids"]
-    (tmp_path / "p.jsonl").write_text('[{"role": "user", "content": "q"}]\n"q"\n')
-    asked = ["--set", "sampling.max_tokens=4", "--set", "sampling.count=2"]
-    trusted = ["--trust-factory", "chats:adapted"]
-    prompts = str(tmp_path / "p.jsonl")
-    done = call(["predict", str(release), prompts, "--to", str(texts), *asked, *trusted])
-    assert done.exit_code == 0, done.output
-    assert len((texts / "texts.jsonl").read_text().splitlines()) == 4
-    done = call(["predict", str(release), "--text", "q 3", "--json", *trusted])
-    assert done.exit_code == 0, done.output
-    likely = dpdist.load(release, trusted_factory="chats:adapted").text_answerer("q 3").likely
+    release = dpdist.load(t.training.run.release_folder, trusted_factory="chats:adapted")
+    likely = release.text_answerer("q 3").likely
     ids = torch.tensor([tokenizer("q 3")["input_ids"]])
     with torch.no_grad():
-        wanted = found.model.eval()(ids).logits[0, -1].softmax(-1).topk(len(likely)).values
+        wanted = t.model.eval()(ids).logits[0, -1].softmax(-1).topk(len(likely)).values
     torch.testing.assert_close(torch.tensor([each[1] for each in likely]), wanted)
 
 
-def test_without_its_tokenizer_no_text_is_released(tmp_path, trained, monkeypatch):
-    (tmp_path / "untold.py").write_text(FACTORY.format(size=SIZE))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(UserError, match="processing_class"):
-        write_release(trained.training.run, factory="untold:adapted", not_private=True)
-    assert not trained.training.run.release_folder.exists()
-
-
-def test_a_subclass_cannot_put_a_loss_of_its_own_aside(tmp_path):
-    class Weighted(PrivateTrainer):
-        def compute_loss(self, *given: Any, **named: Any) -> Any:
-            raise AssertionError
-
-    with pytest.raises(UserError, match=r"Weighted\.compute_loss"):
-        Weighted(lora(), arguments(tmp_path / "run"), train_dataset=texts(), privacy=PRIVATE)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("by", ["args", "model"])
-def test_activations_that_are_computed_again_change_no_bit(tmp_path, trained, by):
+def test_activations_that_are_computed_again_change_no_bit(tmp_path, trained):
     passes, model = [], lora().train()
     layer = model.get_base_model().model.layers[0]
     original = layer.mlp.forward
     layer.mlp.forward = lambda hidden: (passes.append(1), original(hidden))[1]
-    args = arguments(tmp_path / "run", activation_checkpointing=by == "args")
-    if by == "model":
-        model.get_base_model().activation_checkpointing_enable()
+    args = arguments(tmp_path / "run", activation_checkpointing=True)
     found = trainer(tmp_path / "run", model, args=args)
     found.train()
     assert layer.gradient_checkpointing and len(passes) > 8
@@ -634,11 +455,10 @@ def test_activations_that_are_computed_again_change_no_bit(tmp_path, trained, by
 
 
 def test_rows_of_several_documents_are_refused(tmp_path):
-    said = r"^train_dataset: record 1 .*position_ids"
     one = {"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}
     kept = {**one, "position_ids": [1, 0, 1, 2], "attention_mask": [0, 1, 1, 1]}  # filled up
     for packed in ({"position_ids": [0, 1, 0, 1]}, {"seq_lengths": [2, 2]}):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError):
             trainer(tmp_path / "run", train_dataset=[kept, {**one, **packed}] * 20)
     numbered = [{**one, "position_ids": [0, 1, 2, 3]}, kept] * 20
     assert trainer(tmp_path / "run", train_dataset=numbered).training.remaining_steps == 4

