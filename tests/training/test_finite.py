@@ -11,7 +11,6 @@ import torch
 from support.training import execute, make, prepare, prepare_job, run_thread_workers
 from torch import nn
 
-from dpdist import pipeline
 from dpdist.core.errors import UserError
 from dpdist.privacy.ledger import Ledger
 from dpdist.training import private_step, worker
@@ -90,10 +89,3 @@ def test_nobody_says_that_it_diverged_before_the_ledger_has_the_step(tmp_path, m
     with pytest.raises(TrainingDiverged):
         run_thread_workers(2, work)
     assert charged and all(charged)
-
-
-def test_a_certification_that_the_test_split_cannot_carry_is_refused_first(tmp_path):
-    recipe, _ = make(tmp_path, certify={"sigma": 0.5, "start": 358})
-    with pytest.raises(UserError, match=r"certify\.start"):
-        pipeline.train_only(recipe, runs=tmp_path, context="r.yaml")
-    assert list(tmp_path.iterdir()) == []

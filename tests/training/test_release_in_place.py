@@ -91,14 +91,3 @@ def test_two_workers_do_it_alike():
 
     run_thread_workers(2, work)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], oracle(2, 1, size))
-
-
-def test_rows_of_others_are_added_up_in_memory_of_their_own():
-    """Only the memory that the reducer gave is written over."""
-    reducer = Reducer(0, 1, torch.device("cpu"))
-    own, others = reducer.zero_rows(2, 3), torch.ones(2, 3, dtype=torch.float64)
-    own += 5
-    assert reducer.sum_rows(others, False)[0].tolist() == [2.0] * 3
-    assert reducer.sum_rows(own[:1], True)[1] and others.sum() == 6 and own.sum() == 30
-    total, flag = reducer.sum_rows(own, False)
-    assert total.tolist() == [10.0] * 3 and not flag
