@@ -20,11 +20,7 @@ from dpdist.runs.folder import RunFolder
 from dpdist.training import monitoring, trainer, worker
 from dpdist.training.checkpoint import load_latest
 from dpdist.training.job import TrainJob, prepare
-from dpdist.training.monitoring import (
-    read_groups,
-    request_stop,
-    stopped_between_steps,
-)
+from dpdist.training.monitoring import read_groups, request_stop
 
 STEPS = 12
 SELDOM = {"workers": 2, "checkpoint_seconds": 1e9}
@@ -102,29 +98,6 @@ def test_sigterm_ends_both_workers_after_a_checkpoint(tmp_path):
     assert torch.equal(parameters(job.folder), undisturbed)
     assert release_ids(job.folder) == release_ids(RunFolder(tmp_path / "a"))
     assert len(job.folder.metrics.read_text().splitlines()) == STEPS, "a step was repeated"
-
-
-def test_sigterm_that_nobody_can_answer_is_ctrl_c(tmp_path):
-    """Before the first step, and where a step takes more than a minute."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    folder = RunFolder(tmp_path)
-    folder.private.mkdir()
-    try:
-        with pytest.raises(KeyboardInterrupt), stopped_between_steps(folder):
-            signal.raise_signal(signal.SIGTERM)
-        with (
-            pytest.MonkeyPatch.context() as patch,
-            pytest.raises(KeyboardInterrupt),
-            stopped_between_steps(folder) as look_at_clock,
-        ):
-            folder.stop_request.write_bytes(b"")
-            signal.raise_signal(signal.SIGTERM)
-            look_at_clock()
-            patch.setattr(monitoring, "_STOP_SECONDS", -1.0)
-            look_at_clock()
-            raise AssertionError("it waits for ever")
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.e2e

@@ -59,20 +59,6 @@ def test_evaluation_is_of_the_model_and_changes_nothing(tmp_path):
     assert not {"loss", "loss_sum", "examples"} & set(told)
 
 
-def test_history_survives_a_restart(tmp_path):
-    training = _training(tmp_path / "run")
-    training.step()
-    training.checkpoint()
-    first, lost = training.history, training.step()
-    training.close()
-    again = _training(tmp_path / "run")
-    again.step()
-    assert list(again.history["noisy_norm"])[:1] == list(first["noisy_norm"])
-    assert list(again.history["noisy_norm"])[1] == lost.noisy_norm
-    again.run_all()
-    assert list(again.history["step"]) == [0, 1, 2, 3]
-
-
 def test_private_records_are_not_evaluated(tmp_path):
     with pytest.raises(dpdist.UserError, match="50 in common"):
         _training(tmp_path / "run").evaluate((INPUTS[150:], LABELS[150:]))

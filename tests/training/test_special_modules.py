@@ -45,19 +45,6 @@ def test_it_changes_no_bit_of_the_others_and_is_named_on_the_card(tmp_path):
     assert any("idle.weight" in note for note in notes)
 
 
-def test_a_parameter_that_a_later_model_uses_is_trained_and_not_named(tmp_path):
-    model = Net(idle=True)
-    with pytest.warns(UserWarning):
-        started(model, tmp_path / "first").close()
-    model.mask.requires_grad_(True)
-    model.forward = lambda inputs: model.used(inputs * model.mask)  # type: ignore[method-assign]
-    training = started(model, tmp_path / "second")
-    training.step()
-    assert not torch.equal(model.mask, torch.ones(WIDTH))
-    notes = dpdist.load_results(training.finish().path).privacy_card()["notes"]
-    assert not any("mask" in note for note in notes) and any("idle.weight" in n for n in notes)
-
-
 class Typed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
