@@ -96,15 +96,6 @@ def test_rates_and_divisor_follow_from_the_public_counts_alone(root):
     assert make_plan(recipe, len(check_trainable(recipe, "test")[0]), "test") == plan
 
 
-def test_counts_of_a_split_of_which_parts_are_left_out_are_proportions(root):
-    recipe = recipe_of(root, data__private_eval_fraction=0.3, data__public=0.1)
-    records = check_trainable(recipe, "test")[0]
-    plan = make_plan(recipe, len(records), "test")
-    assert len(records) < 160 and plan.step(0).expected_batch == 26
-    one, other = plan.step(0).rates_by_class
-    assert other == pytest.approx(4 * one)
-
-
 def test_counts_that_are_not_those_of_the_records_are_refused(root):
     with pytest.raises(UserError, match="class_counts"):
         check_trainable(recipe_of(root, data__class_counts={"ill": 21, "well": 180}), "test")

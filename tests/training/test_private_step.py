@@ -13,7 +13,7 @@ from dpdist import UserError
 from dpdist.gradients import noise
 from dpdist.gradients.clipping import FlatClipping, max_batch
 from dpdist.gradients.engine import GradientEngine, cross_entropy
-from dpdist.privacy.ledger import Ledger, ReplayConflict
+from dpdist.privacy.ledger import ReplayConflict
 from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import derive_key, stream_words
@@ -138,24 +138,6 @@ def test_data_of_a_step_are_keyed_like_all_else():
         len(set(data.keys)) == 4 and data.keys[0] == data.keys[3] and data.keys[2] == data.keys[5]
     )
     assert data.keys[1] == derive_key(KEY, "data", "7/nonce", 1)
-
-
-def test_the_release_is_on_record_before_its_noise(tmp_path, monkeypatch):
-    at: list[dict[int, int]] = []
-    real = private_step.add_noise
-
-    def noising(*given: object) -> np.ndarray:
-        at.append(dict(Ledger.read(tmp_path / "ledger.jsonl").release_counts))
-        return real(*given)
-
-    monkeypatch.setattr(private_step, "add_noise", noising)
-    asked: list[int] = []
-    with Ledger.open(tmp_path / "ledger.jsonl", PLAN.fingerprint()) as ledger:
-        ledger.begin_attempt({"data": "rows"})
-        step = step_of(ledger=ledger, permit=asked.append)
-        for number in range(2):
-            step.gradient(number, PLAN.step(number))
-    assert asked == [0, 1] and at == [{0: 1}, {0: 1, 1: 1}]
 
 
 def test_a_clip_above_the_plan_s_is_refused():

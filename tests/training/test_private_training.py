@@ -374,14 +374,6 @@ class Told(schedulers.LRScheduler):
         return [0.1 if len(self.told) < 2 else 0.05 for _ in self.base_lrs]
 
 
-def test_a_criterion_object_trains_and_must_stay_the_same(tmp_path):
-    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0]), label_smoothing=0.1)
-    left(training(tmp_path / "own", loss=criterion), 1)
-    with pytest.raises(UserError, match="loss"):
-        training(tmp_path / "own", loss=nn.CrossEntropyLoss(label_smoothing=0.1)).step()
-    training(tmp_path / "own", loss=criterion).run_all()
-
-
 def test_a_run_that_goes_on_draws_what_it_would_have_drawn(tmp_path):
     """Dropout follows from the run's key and the step, whatever the script's generator did."""
     whole = ended(training(tmp_path / "whole", model := dropping()))
@@ -718,22 +710,6 @@ def test_units_are_equal_by_value(tmp_path):
     for units, key in ((persons, r"privacy\.unit"), ([float("nan")] * 80, "unit_id")):
         with pytest.raises(UserError, match=key):
             training(tmp_path / "own", data=Scans(units))
-
-
-def test_a_notebook_s_objects_go_on_after_their_steps(tmp_path):
-    """The same model, optimizer and scheduler, used before, and another seed since."""
-    model = Net()
-    optimizer = sgd(model)
-    state = [schedulers.StepLR(optimizer, 1, 0.5)]
-    t = training(tmp_path / "own", model, optimizer, state=state)
-    for _ in range(3):
-        t.step()
-        state[0].step()
-    torch.manual_seed(17)
-    again = training(tmp_path / "own", model, optimizer, state=state)
-    assert 0 < again.remaining_steps < 6
-    again.run_all()
-    assert t.run.training_summary.exists()
 
 
 @pytest.mark.e2e
