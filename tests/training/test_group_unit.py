@@ -6,9 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from support.training import KEY, execute, parameters, train
@@ -218,32 +215,3 @@ def test_a_private_user_is_not_held_out(tmp_path):
         loop_of(tmp_path / "run", eval_data=public)
     with pytest.raises(UserError, match="eval_data"):
         loop_of(tmp_path / "run", eval_data=(inputs, labels))
-
-
-def write_texts(root: Path, split: str, authors: int, seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    own = [f"{split} author {place % authors}" for place in range(6 * authors)]
-    texts = ["".join(generator.choice(list("abcd "), 20)) for _ in own]
-    (root / "notes").mkdir(parents=True, exist_ok=True)
-    table = pa.table({"text": texts, "who": own})
-    pq.write_table(table, root / "notes" / f"{split}.parquet")
-
-
-def test_texts_are_grouped_by_their_author(tmp_path):
-    """Tokens, and the next ones as targets, are of (B, K, T)."""
-    write_texts(tmp_path / "data", "train", 12, 0)
-    write_texts(tmp_path / "data", "test", 5, 1)
-    data = {
-        "name": "notes", "root": str(tmp_path / "data"), "columns": {"user": "who"},
-        "text": {"length": 12, "predict": "next"},
-    }  # fmt: skip
-    recipe = recipe_of(
-        tmp_path, data=data, model={"name": "next-word-mlp", "options": {"embedding": 4}},
-        training={"batch_size": 4, "steps": 3, "learning_rate": 0.5},
-    )  # fmt: skip
-    folder = RunFolder(tmp_path / "run")
-    assert torch.isfinite(train(recipe, folder)).all()
-    assert folder.read_plan().records == 12
-    dataset, _ = check_trainable(recipe, "test")
-    assert dataset.batch(np.array([0, 3])).shape[:2] == (2, MOST)
-    assert dataset.targets(np.array([0, 3])).shape == (2, MOST, 12)

@@ -202,6 +202,8 @@ def declared_public(recipe) -> torch.Tensor:
     return external_public_records(recipe.public.data, None).batch(slice(None))
 
 
+# --- weights behind a frozen denoiser, which both are public
+
 UNET = {"name": "unet", "options": {"channels": [8]}}
 DENOISING = {"batch_size": 50, "steps": 200, "learning_rate": 0.01, "optimizer": "adam"}
 
@@ -233,7 +235,7 @@ def parts(folder: Path) -> tuple[torch.nn.Module, torch.nn.Module]:
 
 
 @pytest.mark.slow
-def test_a_private_run_trains_what_is_behind_it_only(denoised, tmp_path):
+def test_a_private_run_trains_what_is_behind_a_denoiser_only(denoised, tmp_path):
     recipe = parse_recipe(behind(denoised), "test")
     folder = RunFolder(tmp_path / "run")
     job = prepare(recipe, folder, "test")

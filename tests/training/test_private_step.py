@@ -153,6 +153,8 @@ def test_a_batch_beyond_what_the_slack_covers_is_refused():
         private_step.check_clip(engine, CLIP, limit)
 
 
+# --- made in the memory of the sums, piece by piece: the bits are those of whole vectors
+
 STD, BATCH, STEPS = 1.7, 24.0, 3
 PIECE = 2 * noise._PIECE
 TRAINING = SimpleNamespace(

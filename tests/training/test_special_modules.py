@@ -30,7 +30,7 @@ def started(model: nn.Module, folder: Path) -> dpdist.PrivateTraining:
     return begin(folder, model, optimizer, steps=3)
 
 
-def test_it_changes_no_bit_of_the_others_and_is_named_on_the_card(tmp_path):
+def test_an_idle_parameter_changes_no_bit_and_is_named_on_the_card(tmp_path):
     with pytest.warns(UserWarning, match=r"does not depend on mask, idle\.weight, idle\.bias"):
         training = started(model := Net(idle=True), tmp_path / "idle")
     for _ in training:
@@ -61,7 +61,7 @@ def _autocast(folder: Path, autocast: bool) -> dpdist.PrivateTraining:
     return begin(folder, Typed(), loss=nn.CrossEntropyLoss(), steps=2, autocast=autocast)
 
 
-def test_it_trains_and_is_stated(tmp_path):
+def test_passes_in_bfloat16_train_and_are_stated(tmp_path):
     training = _autocast(tmp_path / "run", True)
     training.model.types.clear()
     training.step()
@@ -89,7 +89,7 @@ def _vectors(training: dpdist.PrivateTraining) -> tuple[torch.Tensor, torch.Tens
 
 
 @pytest.mark.filterwarnings("ignore:privacy.run_key")
-def test_it_moves_once_a_step_and_resumes_to_the_bit(tmp_path):
+def test_a_spectral_norm_moves_once_a_step_and_resumes_to_the_bit(tmp_path):
     training = _normed(tmp_path / "run")
     _, before = _vectors(training)
     for number in range(4):

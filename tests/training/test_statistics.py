@@ -308,6 +308,8 @@ def test_every_count_gets_the_noise_that_is_paid_for(tmp_path):
     assert abs(np.corrcoef(noise)[0, 1]) < 0.08  # each folder draws its own
 
 
+# --- bought by a recipe, before its training
+
 TRAINED, MULTIPLIER = 400, 4.0
 
 
