@@ -313,12 +313,12 @@ def test_every_count_gets_the_noise_that_is_paid_for(tmp_path):
 TRAINED, MULTIPLIER = 400, 4.0
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
+def written(root: Path) -> Path:
+    """Write a data set of visits; return its folder."""
     rng = np.random.default_rng(0)
-    (tmp_path / "visits").mkdir()
+    (root / "visits").mkdir()
     for split, count in (("train", TRAINED), ("test", 60)):
-        with (tmp_path / f"visits/{split}.csv").open("w", newline="") as file:
+        with (root / f"visits/{split}.csv").open("w", newline="") as file:
             lines = csv.writer(file)
             lines.writerow(["age", "dose", "ward", "person", "ill"])
             for row in range(count):
@@ -326,7 +326,19 @@ def root(tmp_path: Path) -> Path:
                 dose = "" if rng.random() < 0.2 else f"{rng.lognormal(3, 1):.3f}"
                 ward = rng.choice(["surgery", "medicine"])
                 lines.writerow([f"{age:.3f}", dose, ward, f"{split}-{row // 4}", int(age > 50)])
-    return tmp_path
+    return root
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return written(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dpdist.RunFolder]:
+    """A run that bought its constants, for tests that only read it, and the folder of all."""
+    root = written(tmp_path_factory.mktemp("finished"))
+    return root, ran(recipe_of(root), root)
 
 
 def recipe_of(root: Path, **changes: Any) -> Recipe:
@@ -361,9 +373,8 @@ def with_training(sampled: float, steps: int = 4) -> float:
     return by_hand(dpa.GaussianDpEvent(MULTIPLIER), dpa.SelfComposedDpEvent(step, steps))
 
 
-def test_constants_are_bought_before_the_training_and_counted_with_it(root):
-    recipe = recipe_of(root)
-    folder = ran(recipe, root)
+def test_constants_are_bought_before_the_training_and_counted_with_it(finished):
+    root, folder = finished
     facts = dpdist.load_results(folder)
     assert facts.guarantee.epsilon == pytest.approx(with_training(40 / TRAINED), rel=2e-3)
     kept = folder.read_recipe()
@@ -372,11 +383,12 @@ def test_constants_are_bought_before_the_training_and_counted_with_it(root):
     assert 0 < low < high < 150
     assert rules["age"].missing == pytest.approx(50, abs=20)
     assert rules["dose"].missing == "flag"
-    assert rules["ward"] == recipe.data.columns.preprocessing["ward"]
+    assert rules["ward"] == recipe_of(root).data.columns.preprocessing["ward"]
     assert kept.statistics.constants == {name: rules[name] for name in ("age", "dose")}
     assert "6 histograms of the records" in str(facts.privacy_card()["mechanism"])
 
 
+@pytest.mark.slow
 def test_a_run_that_is_repeated_buys_nothing_again(root):
     recipe = recipe_of(root)
     folder = ran(recipe, root)
@@ -414,6 +426,7 @@ def test_epsilon_covers_statistics_and_training(root):
     assert card["accounted"]["phases"] == [counts.to_dict()]
 
 
+@pytest.mark.slow
 def test_a_search_buys_once_and_outside_its_trials(root):
     recipe = recipe_of(
         root,
@@ -457,8 +470,8 @@ def test_a_secret_number_of_trials_is_composed_after_them(root):
     assert not any(isinstance(p, GaussianCounts) for p in plan.phases)
 
 
-def test_a_plan_without_its_statistics_is_refused(root):
-    folder = ran(recipe_of(root), root)
+def test_a_plan_without_its_statistics_is_refused(finished):
+    _, folder = finished
     recipe, plan = folder.read_recipe(), folder.read_plan()
     check_plan(recipe, plan, 1.5, "plan")
     cheaper = plan.__class__.from_dict({**plan.to_dict(), "phases": plan.to_dict()["phases"][:1]})
@@ -467,8 +480,8 @@ def test_a_plan_without_its_statistics_is_refused(root):
     assert without_privacy(recipe).statistics is None
 
 
-def test_constants_of_another_run_are_not_used(root):
-    folder = ran(recipe_of(root), root)
+def test_constants_of_another_run_are_not_used(finished):
+    root, folder = finished
     again = folder.read_recipe().model_copy(update={"name": "second"})
     with pytest.raises(UserError, match=r"statistics\.constants"):
         ran(again, root)
