@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,28 @@ class Rows(dpdist.Records):
 
     def targets(self, indices: Any) -> torch.Tensor:
         return self.arrays[1][indices]
+
+
+class Shaken(torch.utils.data.Dataset[Any]):
+    """Items under a random transform, which no key repeats."""
+
+    def __init__(self, start: int, count: int) -> None:
+        self.inputs, self.labels = (each[start : start + count] for each in rows())
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        shake = int.from_bytes(os.urandom(4), "little") / 2**32
+        return self.inputs[index] * (0.5 + shake), int(self.labels[index])
+
+    def unshaken(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.inputs[index], int(self.labels[index])
+
+
+def shaken(start: int = 0, count: int = 80) -> Any:
+    items = Shaken(start, count)
+    return dpdist.as_records(items, target=None, before_transform=items.unshaken)
 
 
 def net(seed: int = 3) -> nn.Module:
@@ -120,7 +143,8 @@ def train_loop_per_worker(config):
         at = [12 - training.remaining_steps, rank]
         if at == config["kill"] and not os.path.exists(mark):
             open(mark, "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.kill(os.getpid(), config["signal"])
         scores.append(training.step().score)
         scheduler.step()
     rate = optimizer.param_groups[0]["lr"].hex()
@@ -160,11 +184,12 @@ def run_script(
     """Run a training of a script in processes of its own: "alone", with two workers by "torchrun",
     or by "ray".
 
-    kill: before which step, and the process of which worker, is killed; the first time only.
+    kill: before which step, and the process of which worker, gets the signal; the first time only.
     """
     config = {
         "folder": str(folder), "kill": kill, "mark": f"{folder}.killed-{kill[0]}", "seed": 0,
-        "key": KEY, "seconds": 1e-6, "reproducible": False, "scored": False, **given,
+        "key": KEY, "seconds": 1e-6, "reproducible": False, "scored": False,
+        "signal": signal.SIGKILL, **given,
     }  # fmt: skip
     (folder.parent / "mine.py").write_text(SCRIPT)
     before = [*TORCHRUN, "--nproc-per-node", "2"] if how == "torchrun" else []

@@ -16,7 +16,7 @@ from dpdist.privacy.mechanisms import gaussian_epsilon
 from dpdist.privacy.phases import GaussianReleases
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs import charging
-from dpdist.runs.recipe import Recipe, parse_recipe, plan_with_noise
+from dpdist.runs.recipe import Recipe, parse_recipe
 
 RECORDS: Any = SimpleNamespace(hashes=np.array([f"record {i:9}" for i in range(40)], "S16"))
 NOISE = 4.0
@@ -63,13 +63,6 @@ def test_a_run_that_its_budget_refuses_takes_no_name(tmp_path):
     assert not (tmp_path / "runs" / "x").exists()
 
 
-@pytest.mark.parametrize("relation", ["add-or-remove-one", "replace-one"])
-def test_a_ceiling_counts_under_the_recipe_s_relation(tmp_path, relation):
-    limits = {"budget": str(tmp_path), "budget_ceiling": 8.0, "adjacency": relation}
-    ceiling = charging.budget_ceiling(recipe(**limits))
-    assert ceiling is not None and ceiling.adjacency == relation
-
-
 def test_every_record_is_on_the_budget(tmp_path):
     own = recipe(budget=str(tmp_path / "b"))
     charging.reserve_charge(own, RECORDS, CHARGE, "r.yaml", enforce=True)
@@ -93,12 +86,3 @@ def test_a_finished_run_is_settled_whether_or_not_it_was_reserved(tmp_path, lost
     (budget,) = read_budgets(tmp_path / "b")
     (charge,) = budget.charges
     assert (charge.phases, charge.status) == (released.phases, "settled")
-
-
-@pytest.mark.parametrize("cap", [None, 15])
-@pytest.mark.parametrize("relation", ["add-or-remove-one", "replace-one"])
-def test_a_plan_has_the_recipe_s_relation_and_cap(relation, cap):
-    plan = plan_with_noise(recipe(adjacency=relation, batch_cap=cap), 1000, NOISE)
-    assert (plan.adjacency, plan.step(0).batch_cap) == (relation, cap)
-    dearer = PrivacyPlan(1000, plan.phases, plan.delta, adjacency=relation).guarantee()
-    assert plan.guarantee().epsilon == dearer.epsilon

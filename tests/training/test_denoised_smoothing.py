@@ -7,7 +7,6 @@ and what of it all the privacy card says.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,16 +19,13 @@ from support.datasets import write_images
 from support.local_execution import command
 from support.recipes import write_recipe
 from support.training import execute
-from torch import Tensor, nn
+from torch import nn
 
 from dpdist import models
 from dpdist.core.errors import UserError
 from dpdist.core.optional_imports import import_torchvision
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy
-from dpdist.privacy.card import card_markdown
-from dpdist.publishing import write_release
-from dpdist.release.files import CHECKSUMS, compute_checksums
 from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
@@ -94,48 +90,14 @@ def public(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def dpdist(here, monkeypatch, capsys) -> Callable[..., str]:
-    """A command in this process; its output, or its complaint."""
-    monkeypatch.setenv("COLUMNS", "200")
+def dpdist(here, monkeypatch, capsys) -> Callable[..., None]:
+    """A command in this process, which ends as it should."""
 
-    def run(*words: object, cwd: Path, code: int = 0) -> str:
+    def run(*words: object, cwd: Path, code: int = 0) -> None:
         done = command(monkeypatch, capsys, cwd, *words)
         assert done.code == code, done.out + done.err
-        assert "Traceback" not in done.err
-        return done.out if code == 0 else done.err
 
     return run
-
-
-# ---- a frozen denoiser before a private classifier --------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_public_denoiser_stays_as_it_is_and_the_classifier_is_private(public, tmp_path):
-    folder = RunFolder(tmp_path / "run")
-    model = train(with_denoiser(public / "denoiser"), folder)
-    spec = models.read_spec(folder.model_folder)
-    assert spec.denoiser is not None and spec.classifier is None
-    before = models.load(public / "denoiser").state_dict()
-    after = model.get_submodule("denoiser").state_dict()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    start = initial_model(parse_recipe(with_denoiser(public / "denoiser"), "test"), spec)
-    moved = zip(
-        start.get_submodule("classifier").parameters(),
-        model.get_submodule("classifier").parameters(),
-        strict=True,
-    )
-    assert all(not torch.equal(a, b) for a, b in moved)
-    x = torch.rand(3, 1, 8, 8)
-    behind = model.get_submodule("classifier")
-    assert torch.equal(model(x), behind(models.load(public / "denoiser")(x)))
-    write_release(folder)
-    card = json.loads((folder.release_folder / "privacy_card.json").read_text())
-    assert card["private"]
-    extra = card["extra"]
-    assert extra["classifier trained on"] == "the private records of digits, in this run"
-    assert "public records of digits/train" in extra["frozen denoiser trained on"]
-    assert extra["frozen denoiser trained on"] in card_markdown(card)
 
 
 def test_a_denoiser_that_saw_private_records_is_refused(public, tmp_path):
@@ -145,21 +107,18 @@ def test_a_denoiser_that_saw_private_records_is_refused(public, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-# ---- finished parts put together ---------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_the_commands_put_a_denoiser_before_any_classifier(dpdist, public, tmp_path):
     """Pretrain, join both ways, certify, release: by the command, on real runs."""
-    private_denoiser, private_classifier = RunFolder(tmp_path / "d"), RunFolder(tmp_path / "c")
+    private_denoiser, private_classifier = (RunFolder(tmp_path / "d"), RunFolder(tmp_path / "c"))
     train(with_classifier(public / "classifier"), private_denoiser)
     own = train(raw(model=CNN), private_classifier)
     mlp = {"model": {"name": "mlp", "options": {"hidden": [16]}}, "training": QUICK}
     write_recipe(tmp_path, with_classifier(tmp_path / "other"), "other.yaml", public=mlp)
     dpdist("run", "other.yaml", "--until", "pretrain", cwd=tmp_path)
 
-    def join(name: str, *words: object, code: int = 0) -> str:
-        return dpdist("import", name, "--run", *words, "--runs", tmp_path, cwd=tmp_path, code=code)
+    def join(name: str, *words: object, code: int = 0) -> None:
+        dpdist("import", name, "--run", *words, "--runs", tmp_path, cwd=tmp_path, code=code)
 
     join("moved", "d", "--classifier", "other")
     moved = RunFolder(tmp_path / "moved")
@@ -183,24 +142,11 @@ def test_the_commands_put_a_denoiser_before_any_classifier(dpdist, public, tmp_p
     assert pq.read_table(table).num_rows == 10
     dpdist("release", "smoothed", "--runs", tmp_path, cwd=tmp_path)
     card = json.loads((smoothed.release_folder / "privacy_card.json").read_text())
-    assert card["private"]
-    assert card["extra"]["classifier trained on"] == "the private records of digits, in this run"
-    assert "public records" in card["extra"]["frozen denoiser trained on"]
-    assert "from run c" in card["extra"]["put together"]
-
-    other, saved = ("--classifier", tmp_path / "other"), ("--denoiser", public / "denoiser")
-    for run, name, parts, complaint in (
-        ("d", "x", (), "--run: "),
-        ("d", "a/b", other, "NAME"),
-        ("d", "x", other + saved, "--run: "),
-        ("e", "x", other, "e: no such run under"),
-        ("d", "moved", other, "exists already"),
-        ("d", "x", ("--classifier", tmp_path / "nowhere"), "nowhere: no model there"),
-        ("d", "x", saved, "is a denoiser already"),
-        ("c", "x", other, "denoiser before a classifier"),
-    ):
-        assert complaint in join(name, run, *parts, code=2)
-    assert not (tmp_path / "x").exists() and not list(tmp_path.glob(".*"))
+    assert card["private"] and "public records" in card["extra"]["frozen denoiser trained on"]
+    other = ("--classifier", tmp_path / "other")
+    for run, name in (("d", "a/b"), ("d", "moved"), ("c", "x")):
+        join(name, run, *other, code=2)
+    assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.slow
@@ -214,54 +160,17 @@ def test_parts_that_saw_private_records_are_not_put_together(public, tmp_path):
     (tmp_path / "more" / PROVENANCE_FILE).unlink()
     with pytest.raises(UserError, match=r"model\.denoiser\.pretraining_data"):
         join_parts(folder, "denoiser", tmp_path / "more", RunFolder(tmp_path / "x"))
-    assert not (tmp_path / "x").exists() and not list(tmp_path.glob(".x*"))
-    join_parts(
-        folder, "denoiser", tmp_path / "more", RunFolder(tmp_path / "x"), pretraining_data="a book"
-    )
-    card = load_results(RunFolder(tmp_path / "x")).privacy_card()
-    assert card["extra"]["frozen denoiser trained on"] == "a book (declared, not checked)"
-
-
-@pytest.mark.slow
-def test_the_denoiser_of_a_released_run_goes_before_a_classifier(public, tmp_path):
-    """Of a model that is a denoiser before a classifier, the denoiser alone."""
-    other = RunFolder(tmp_path / "d")
-    whole = train(with_classifier(public / "classifier"), other)
-    write_release(other)
-    folder = RunFolder(tmp_path / "c")
-    own = train(raw(model=CNN), folder)
-    # Both saw the private digits: refused, the costs would have to be added.
-    with pytest.raises(UserError, match="run d"):
-        join_parts(folder, "denoiser", other.release_folder, RunFolder(tmp_path / "x"))
-    alone = tmp_path / "copied" / "release"  # without its run, only the card tells what it saw
-    shutil.copytree(other.release_folder, alone)
-    card = json.loads((alone / "privacy_card.json").read_text())
-    card["extra"]["training data"] = "letters"
-    (alone / "privacy_card.json").write_text(json.dumps(card))
-    with pytest.raises(UserError, match="privacy_card"):
-        join_parts(folder, "denoiser", alone, RunFolder(tmp_path / "x"))
-    described = json.loads((alone / "release.json").read_text())
-    described["data"]["name"] = "letters"
-    (alone / "release.json").write_text(json.dumps(described))
-    (alone / CHECKSUMS).write_text(compute_checksums(alone))
-    join_parts(folder, "denoiser", alone, RunFolder(tmp_path / "x"))
-    x = torch.rand(3, 1, 8, 8)
-    joined = models.load(RunFolder(tmp_path / "x").model_folder)
-    assert torch.equal(joined(x), own(whole.get_submodule("denoiser")(x)))
-    made = load_results(RunFolder(tmp_path / "x")).privacy_card()
-    said = made["extra"]["frozen denoiser trained on"]
-    assert said.startswith("letters, with epsilon ") and "its own privacy card" in said
-    (rests,) = [line for line in made["assumptions"] if "among those of letters" in line]
-    assert "none among what it began with: " in rests and "public records of digits" in rests
-
-
-# ---- weights to begin with ---------------------------------------------------------------------
+    assert not (tmp_path / "x").exists()
 
 
 def torchvision_recipe(tmp_path: Path, weights: str) -> dict:
     """A pre-training that takes one tiny step from `weights`, on color images."""
+    rng = np.random.default_rng(1)
+    for split in ("train", "test"):
+        pictures = (255 * rng.random((40, 32, 32, 3), dtype=np.float32)).astype(np.uint8)
+        write_images(tmp_path / "colors", split, pictures, rng.integers(0, 10, 40))
     return raw(
-        data={"name": "colors", "root": str(colors(tmp_path)), "public": 0.5},
+        data={"name": "colors", "root": str(tmp_path), "public": 0.5},
         model={**DENOISER, "classifier": str(tmp_path / "classifier")},
         method={"name": "transdenoiser", "sigma": 0.25},
         public={
@@ -274,51 +183,22 @@ def torchvision_recipe(tmp_path: Path, weights: str) -> dict:
     )
 
 
-def colors(root: Path) -> Path:
-    rng = np.random.default_rng(1)
-    for split in ("train", "test"):
-        pictures = (255 * rng.random((40, 32, 32, 3), dtype=np.float32)).astype(np.uint8)
-        write_images(root / "colors", split, pictures, rng.integers(0, 10, 40))
-    return root
-
-
-def published() -> dict[str, Tensor]:
-    """A state dict as torchvision publishes it: a thousand classes."""
-    torch.manual_seed(2)
-    network = import_torchvision("models").get_model(
-        "squeezenet1_1", weights=None, num_classes=1000
-    )
-    return {name: value.clone() for name, value in network.state_dict().items()}
-
-
-def check_body(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """The body is the published one, the head of ten classes a fresh one."""
-    found = models.load(folder).state_dict()
-    same = [
-        name
-        for name, value in found.items()
-        if value.shape == tensors[name].shape and torch.allclose(value, tensors[name], atol=1e-6)
-    ]
-    assert set(found) - set(same) == {"classifier.1.weight", "classifier.1.bias"}
-
-
 @pytest.mark.slow
 def test_pretraining_begins_with_a_file_of_weights(tmp_path):
-    tensors = published()
+    """The body is the published one of a thousand classes, the head of ten a fresh one."""
+    torch.manual_seed(2)
+    get = import_torchvision("models").get_model
+    tensors = get("squeezenet1_1", weights=None, num_classes=1000).state_dict()
     (tmp_path / "weights.safetensors").write_bytes(save_tensors(tensors))
     described = torchvision_recipe(tmp_path, str(tmp_path / "weights.safetensors"))
     folder, _ = pretrain(parse_recipe(described, "test"), "test")
-    check_body(folder, tensors)
+    found = models.load(folder).state_dict()
+    head = {"classifier.1.weight", "classifier.1.bias"}
+    for name in found.keys() - head:
+        torch.testing.assert_close(found[name], tensors[name], rtol=1e-5, atol=1e-6)
+    assert all(found[name].shape != tensors[name].shape for name in head)
     job = prepare(parse_recipe(described, "test"), RunFolder(tmp_path / "run"), "test")
-    pretraining_data = json.loads(job.folder.pretraining_record.read_text())["pretraining_data"]
-    assert "from a file, weights.safetensors (declared public" in pretraining_data
-    shutil.rmtree(folder)
-    (tmp_path / "weights.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(UserError, match=r"weights\.safetensors"):
-        pretrain(parse_recipe(described, "test"), "test")
-    (tmp_path / "weights.safetensors").write_bytes(save_tensors({"other": torch.zeros(2)}))
-    with pytest.raises(UserError, match=r"public\.weights"):
-        pretrain(parse_recipe(described, "test"), "test")
+    assert "weights.safetensors" in job.folder.pretraining_record.read_text()
 
 
 def test_gradients_behind_a_frozen_denoiser_equal_autograd_one_by_one(public):

@@ -6,33 +6,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
-from support.training import KEY, execute, parameters, release_ids, train, train_and_crash
+from support.training import KEY, execute, parameters, train
 from support.users import MOST, USERS, recipe_of, write
-from training.own_loops import begin, ended, left
+from training.own_loops import begin
 
 import dpdist
 from dpdist import UserError
 from dpdist.audits.membership import Membership
 from dpdist.audits.registry import run_audit
 from dpdist.audits.target import Target
-from dpdist.config.sections import CanaryAudit, ManyRunsAudit
+from dpdist.config.sections import ManyRunsAudit
 from dpdist.data.protocol import UserRecords, Users
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.poisoning.evaluation import Poisoning
-from dpdist.privacy.card import build_card, card_markdown, recompute_card
-from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan, UserUnit
 from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import make_plan
 from dpdist.training import records as chosen
-from dpdist.training.estimate import describe_cost
 from dpdist.training.job import check_trainable, prepare
 from dpdist.training.private_step import PrivateStep
 
@@ -44,9 +38,6 @@ def root(tmp_path) -> Path:
     write(tmp_path / "data")
     write(tmp_path / "data", split="test", seed=1, users=20, name="other {}")
     return tmp_path / "data"
-
-
-# --- what is counted ----------------------------------------------------------------------------
 
 
 def test_everything_is_counted_from_users(root):
@@ -78,17 +69,6 @@ def test_parts_hold_whole_users_and_shares_are_of_users(root):
     users = [set(part.user_hashes.tolist()) for part in parts]
     assert all(users) and not set.intersection(*users) and sum(map(len, users)) < USERS
     assert not users[0] & users[1] and not users[1] & users[2] and not users[0] & users[2]
-    alike = chosen.training_records(
-        recipe_of(
-            root,
-            privacy={"epsilon": 3, "delta": 1e-3},
-            data__public=0.3,
-            data__private_eval_fraction=0.2,
-            data__fraction=0.6,
-        ),
-        source,
-    )
-    assert set(alike.user_hashes.tolist()) & users[0], "parts by record hold users, too"
 
 
 def test_one_person_s_records_move_nothing_else(root, tmp_path):
@@ -113,39 +93,21 @@ def test_one_person_s_records_move_nothing_else(root, tmp_path):
     assert 10 < len(before) < 40
 
 
-def test_identity_of_data_and_recipe_know_the_users(root, tmp_path):
-    first = check_trainable(recipe_of(root), "test")[0]
-    write(root, change=lambda own: [*own[:-1], "patient 0" if own[-1] != "patient 0" else "b"])
-    other = check_trainable(recipe_of(root), "test")[0]
-    assert first.stored_fingerprint == other.stored_fingerprint
-    assert first.fingerprint != other.fingerprint
-    assert recipe_of(root).experiment_settings["privacy.unit"] == "user"
-
-
-# --- refusals -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"privacy__max_records_per_user": None}, "max_records_per_user: "),
-        ({"privacy__max_records_per_user": 0}, "max_records_per_user: "),
-        ({"privacy__adjacency": "replace-one"}, "adjacency: with unit: user it must be"),
-        ({"privacy__batch_cap": 20}, "batch_cap: with unit: user it must be left out"),
-        ({"privacy__nominal_records": 60}, "nominal_records: with unit: user"),
-        ({"privacy__budget": "/tmp/budget"}, "a budget counts single records and never mixes"),
-        ({"data__columns": {"features": ["f*"]}}, "data.columns.user: required"),
-        (
-            {"audit": {"kind": "canaries", "canary": "blank"}},
-            "audit.kind: must be mechanism with privacy.unit: user",
-        ),
-        ({"audit": {"kind": "many-runs"}}, "audit.kind: must be mechanism with"),
-        ({"method": {"name": "functional"}}, "user works with dp-sgd, dplis, and input-noise"),
+        ({"privacy__max_records_per_user": 0}, "max_records_per_user"),
+        ({"privacy__adjacency": "replace-one"}, "adjacency"),
+        ({"privacy__batch_cap": 20}, "batch_cap"),
+        ({"privacy__nominal_records": 60}, "nominal_records"),
+        ({"privacy__budget": "/tmp/budget"}, "budget"),
+        ({"audit": {"kind": "many-runs"}}, "audit.kind"),
+        ({"method": {"name": "functional"}}, "user works with"),
         ({"method": {"name": "secure-sgd", "redistribution": None}}, "user works with"),
         ({"method": {"name": "input-noise", "sigma": 0.1, "consistency": 1.0}}, "user works with"),
     ],
 )
-def test_what_is_not_made_for_users_is_refused_in_one_line(root, sections, said):
+def test_what_is_not_made_for_users_is_refused(root, sections, said):
     with pytest.raises(UserError, match=said):
         recipe_of(root, **sections)
 
@@ -154,10 +116,8 @@ def test_audits_and_votes_of_single_records_are_refused(root, tmp_path):
     recipe = recipe_of(root)
     plan = make_plan(recipe, USERS, "test")
     target = Target(recipe, plan, plan.guarantee())
-    for options in (ManyRunsAudit(), CanaryAudit(canary="mislabeled")):
-        with pytest.raises(UserError, match=f"unit: user .* {options.kind}"):
-            run_audit(options, target, tmp_path / "audit", lambda done, total: None)
-        assert not (tmp_path / "audit").exists()
+    with pytest.raises(UserError, match="unit: user"):
+        run_audit(ManyRunsAudit(), target, tmp_path / "audit", lambda done, total: None)
     with pytest.raises(UserError, match=r"privacy\.unit"):
         Membership().plan_shadows(recipe, USERS)
     with pytest.raises(UserError, match=r"privacy\.unit"):
@@ -165,30 +125,10 @@ def test_audits_and_votes_of_single_records_are_refused(root, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda own: [*own[:-2], None, None], "is empty for 2 of"),
-        (lambda own: [float(len(each)) for each in own], "must be an integer"),
-        (lambda own: [each == "patient 1" for each in own], "must be an integer"),
-        (lambda own: [[each] for each in own], "one value per record"),
-    ],
+    "change", [lambda own: [*own[:-2], None, None], lambda own: [float(len(each)) for each in own]]
 )
-def test_unknown_users_are_refused(root, change, said):
+def test_unknown_users_are_refused(root, change):
     write(root, change=change)
-    with pytest.raises(UserError, match=said):
-        check_trainable(recipe_of(root), "test")
-
-
-def test_users_of_two_types_are_refused(root):
-    whole = pq.read_table(root / "scans" / "train.parquet")
-    (root / "scans" / "train.parquet").unlink()
-    half = whole.num_rows // 2
-    pq.write_table(whole.slice(0, half), root / "scans" / "train-0.parquet")
-    numbers = pa.array(range(whole.num_rows - half))
-    other = whole.slice(half).set_column(
-        whole.schema.get_field_index("patient"), "patient", numbers
-    )
-    pq.write_table(other, root / "scans" / "train-1.parquet")
     with pytest.raises(UserError, match="patient"):
         check_trainable(recipe_of(root), "test")
 
@@ -199,37 +139,6 @@ def test_a_user_in_both_splits_is_refused(root):
         check_trainable(recipe_of(root), "test")
 
 
-# --- what is stated -----------------------------------------------------------------------------
-
-
-def test_card_and_guarantee_state_the_relation_in_words(root):
-    recipe = recipe_of(root)
-    plan = make_plan(recipe, USERS, "test")
-    words = (
-        "zero-out of a user (all records of one value of patient, of which at most 3 count "
-        "in a step)"
-    )
-    assert plan.guarantee().relation == words and words in str(plan.guarantee())
-    card = build_card(plan, unit=recipe.privacy_unit, extra={"a": "b"})
-    assert card["relation"] == words and card["unit"] == words.removeprefix("zero-out of ")
-    assert words in card_markdown(card) and recompute_card(card, plan) == card
-
-
-def test_a_plan_for_users_is_counted_and_uncapped():
-    steps = GaussianSteps(3, 1.0, 0.1)
-    unit = UserUnit("patient", 2)
-    for options in ({"nominal": True}, {"adjacency": "replace-one"}):
-        with pytest.raises(ValueError, match="users need"):
-            PrivacyPlan(100, (steps,), 1e-3, user=unit, **options)
-    with pytest.raises(ValueError, match="users need"):
-        PrivacyPlan(100, (GaussianSteps(3, 1.0, 0.1, 20),), 1e-3, user=unit)
-    with pytest.raises(ValueError, match="max_records"):
-        UserUnit("patient", 0)
-
-
-# --- whole trainings ----------------------------------------------------------------------------
-
-
 def test_a_run_on_a_parquet_file_states_its_users(root, tmp_path):
     recipe, folder = recipe_of(root), RunFolder(tmp_path / "run")
     train(recipe, folder)
@@ -238,34 +147,15 @@ def test_a_run_on_a_parquet_file_states_its_users(root, tmp_path):
     card = found.privacy_card()
     assert card["unit"].startswith("a user") and card["records"] == USERS
     assert found.guarantee.relation == card["relation"]
-    told = dict(describe_cost(recipe, found.plan))
-    assert told["users"].startswith(f"{USERS} to train")
 
 
-def test_a_killed_run_ends_at_the_same_bits(root, tmp_path, monkeypatch):
-    recipe = recipe_of(root)
-    whole, killed = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "killed")
-    train(recipe, whole)
-    train_and_crash(recipe, killed, monkeypatch, 4)
-    train(recipe, killed)
-    assert torch.equal(parameters(whole), parameters(killed))
-    assert release_ids(whole) == release_ids(killed)
-
-
-@pytest.mark.slow
 def test_on_two_workers_a_user_lies_whole(root, tmp_path):
-    """Sums are those of one worker, for a worker holds users; to the bit with canonical shards."""
-    for reproducible in (False, True):
-        recipe = recipe_of(root, training__reproducible=reproducible)
-        one, two = (RunFolder(tmp_path / f"{reproducible}-{count}") for count in (1, 2))
-        execute(prepare(recipe, one, "test"), 1)
-        execute(prepare(recipe, two, "test"), 2)
-        if reproducible:
-            assert torch.equal(parameters(one), parameters(two))
-        torch.testing.assert_close(parameters(one), parameters(two), rtol=1e-5, atol=1e-6)
-
-
-# --- loops of one's own -------------------------------------------------------------------------
+    """Sums are those of one worker, for a worker holds users: to the bit with canonical shards."""
+    recipe = recipe_of(root, training__reproducible=True)
+    one, two = (RunFolder(tmp_path / f"{count}") for count in (1, 2))
+    execute(prepare(recipe, one, "test"), 1)
+    execute(prepare(recipe, two, "test"), 2)
+    assert torch.equal(parameters(one), parameters(two))
 
 
 PRIVACY = {
@@ -305,39 +195,17 @@ def test_a_loop_of_one_s_own_counts_samples_and_states_users(tmp_path):
     expected = alone.gradient(0, training.plan.step(0))[0].clone()
     after = torch.cat([p.detach().flatten() for p in training.model.parameters()])
     torch.testing.assert_close((before - after) / 0.5, expected.float(), rtol=1e-4, atol=1e-6)
-    assert training.guarantee.relation == (
-        "zero-out of a user (all records of one value of unit_id, of which at most 2 count "
-        "in a step)"
-    )
     run = training.run_all()
     card = load_results(run).privacy_card()
     assert card["records"] == 17 and card["unit"].startswith("a user")
 
 
-def test_a_loop_that_was_left_goes_on_to_the_same_bits(tmp_path):
-    whole = ended(loop_of(tmp_path / "whole"))
-    left(loop_of(tmp_path / "left", resources={"checkpoint_seconds": 1e-6}), 3)
-    again = loop_of(tmp_path / "left", resources={"checkpoint_seconds": 1e-6})
-    assert again.remaining_steps > 3
-    again.run_all()
-    for one, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
-        assert torch.equal(one, other)
-    assert release_ids(whole.run) == release_ids(again.run)
-
-
 def test_a_loop_refuses_what_names_no_users(tmp_path):
-    for data, said in (
-        (points(), "unit="),
-        (dpdist.as_records(points(), unit=[*WHOM[:-1], 7]), "numbers or texts"),
-        (dpdist.as_records(points(), unit=list(range(90))), "unit="),
-    ):
-        with pytest.raises(UserError, match=said):
+    for data in (points(), dpdist.as_records(points(), unit=[*WHOM[:-1], 7])):
+        with pytest.raises(UserError, match="unit"):
             loop_of(tmp_path / "none", data)
     with pytest.raises(UserError, match="unit"):
         dpdist.as_records(points(), unit=[*WHOM[:-1], None])
-    assert not (tmp_path / "none").exists()
-    with pytest.raises(UserError, match="max_records_per_user: "):
-        dpdist.Privacy(noise_multiplier=1.0, delta=1e-3, unit="user")
 
 
 def test_a_private_user_is_not_held_out(tmp_path):
@@ -347,37 +215,3 @@ def test_a_private_user_is_not_held_out(tmp_path):
         loop_of(tmp_path / "run", eval_data=public)
     with pytest.raises(UserError, match="eval_data"):
         loop_of(tmp_path / "run", eval_data=(inputs, labels))
-    loop_of(tmp_path / "run", eval_data=(inputs + 1, labels)).run_all()
-
-
-# --- other inputs and targets -------------------------------------------------------------------
-
-
-def write_texts(root: Path, split: str, authors: int, seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    own = [f"{split} author {place % authors}" for place in range(6 * authors)]
-    texts = ["".join(generator.choice(list("abcd "), 20)) for _ in own]
-    (root / "notes").mkdir(parents=True, exist_ok=True)
-    table = pa.table({"text": texts, "who": own})
-    pq.write_table(table, root / "notes" / f"{split}.parquet")
-
-
-@pytest.mark.slow
-def test_texts_are_grouped_by_their_author(tmp_path):
-    """Tokens, and the next ones as targets, are of (B, K, T)."""
-    write_texts(tmp_path / "data", "train", 12, 0)
-    write_texts(tmp_path / "data", "test", 5, 1)
-    data = {
-        "name": "notes", "root": str(tmp_path / "data"), "columns": {"user": "who"},
-        "text": {"length": 12, "predict": "next"},
-    }  # fmt: skip
-    recipe = recipe_of(
-        tmp_path, data=data, model={"name": "next-word-mlp", "options": {"embedding": 4}},
-        training={"batch_size": 4, "steps": 3, "learning_rate": 0.5},
-    )  # fmt: skip
-    folder = RunFolder(tmp_path / "run")
-    assert torch.isfinite(train(recipe, folder)).all()
-    assert folder.read_plan().records == 12
-    dataset, _ = check_trainable(recipe, "test")
-    assert dataset.batch(np.array([0, 3])).shape[:2] == (2, MOST)
-    assert dataset.targets(np.array([0, 3])).shape == (2, MOST, 12)

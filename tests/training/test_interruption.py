@@ -1,29 +1,26 @@
-"""Workers that end between two steps, because a host goes or SIGTERM came: no step is repeated."""
+"""Workers and scripts that end between two steps, by a signal or with a host: none is repeated."""
 
 from __future__ import annotations
 
 import signal
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support.training import make, parameters, release_ids, run_thread_workers, train
+from torch import nn
+from training.own_loops import WIDTH, begin, run_script
 
-from dpdist.cluster.executor import Executor, LocalExecutor
+from dpdist.cluster.executor import Executor
 from dpdist.cluster.work import WorkerGroup
-from dpdist.core.errors import ClusterError
+from dpdist.core.script_errors import TrainingInterrupted, unfinished
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
 from dpdist.training import monitoring, trainer, worker
+from dpdist.training.checkpoint import load_latest
 from dpdist.training.job import TrainJob, prepare
-from dpdist.training.monitoring import (
-    WorkerChangeReporter,
-    read_groups,
-    request_stop,
-    stopped_between_steps,
-)
+from dpdist.training.monitoring import read_groups, request_stop
 
 STEPS = 12
 SELDOM = {"workers": 2, "checkpoint_seconds": 1e9}
@@ -35,17 +32,13 @@ def asks_at_every_step(monkeypatch):
 
 
 class Threads(Executor):
-    """Two workers, threads here, which hear at question number `at` of a group that a host goes.
-
-    questions: how often each worker of each group asked, as Ray counts them.
-    """
+    """Two workers, threads here, which hear at question number `at` of a group that a host goes."""
 
     def __init__(self, *at: int) -> None:
-        self.at, self.questions = iter(at), list[Counter[int]]()
+        self.at = iter(at)
 
     def run_workers(self, group: WorkerGroup) -> None:
         at, asked = next(self.at, STEPS + 1), Counter[int]()
-        self.questions.append(asked)
 
         def work(reducer: Any) -> None:
             def ask() -> bool:
@@ -57,27 +50,18 @@ class Threads(Executor):
         run_thread_workers(group.max_workers, work)
 
 
-def prepared(tmp_path, name: str, **resources: Any) -> TrainJob:
-    recipe, folder = make(tmp_path, name, model="linear", resources=SELDOM | resources)
-    return prepare(recipe, folder, "test")
+def prepared(tmp_path, name: str) -> TrainJob:
+    return prepare(*make(tmp_path, name, model="linear", resources=SELDOM), "test")
 
 
-@pytest.mark.slow
 def test_a_preemption_leads_to_a_checkpoint_and_repeats_nothing(tmp_path):
     undisturbed = train(*make(tmp_path, "a", model="linear", resources=SELDOM), 2)
-    job, said, threads = prepared(tmp_path, "b"), list[str](), Threads(5, 3)
-    reporter = WorkerChangeReporter(job.folder, said.append)
-    trainer.fit(job, threads)
-    reporter.poll()
+    job = prepared(tmp_path, "b")
+    trainer.fit(job, Threads(5, 3))
     assert torch.equal(parameters(job.folder), undisturbed)
     assert [(g.step, g.saved, g.again) for g in read_groups(job.folder)] == [
         (0, 0, 0), (5, 5, 0), (8, 3, 0),
     ]  # fmt: skip
-    assert threads.questions == [{0: 5, 1: 5}, {0: 3, 1: 3}, {0: 4, 1: 4}]
-    assert said[0] == (
-        "training: goes on with 2 workers from step 5: nothing is charged again; a checkpoint "
-        "before the interruption saved 5 steps, which would have been repeated"
-    )
     # Epsilon: each step once, in one attempt, as the plan says.
     ledger = Ledger.read(job.folder.ledger)
     assert ledger.release_counts == dict.fromkeys(range(STEPS), 1) and len(ledger.attempts) == 1
@@ -85,24 +69,6 @@ def test_a_preemption_leads_to_a_checkpoint_and_repeats_nothing(tmp_path):
     assert release_ids(job.folder) == release_ids(RunFolder(tmp_path / "a"))
     assert len(job.folder.metrics.read_text().splitlines()) == STEPS, "a step was repeated"
     assert not job.folder.interruption.exists() and job.folder.training_summary.exists()
-
-
-def test_a_preemption_at_the_last_step_changes_nothing(tmp_path):
-    job = prepared(tmp_path, "run")
-    trainer.fit(job, Threads(STEPS))
-    assert [g.step for g in read_groups(job.folder)] == [0]
-    assert job.folder.training_summary.exists()
-
-
-@pytest.mark.slow
-def test_there_is_an_end_to_preemptions(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "MAX_PREEMPTIONS", 2)
-    job = prepared(tmp_path, "run")
-    with pytest.raises(ClusterError, match="3 times"):
-        trainer.fit(job, Threads(*[1] * STEPS))
-    assert [g.step for g in read_groups(job.folder)] == [0, 1, 2]
-    trainer.fit(job, Threads())
-    assert [g.step for g in read_groups(job.folder)] == [0, 1, 2, 3]
 
 
 def test_sigterm_ends_both_workers_after_a_checkpoint(tmp_path):
@@ -134,64 +100,40 @@ def test_sigterm_ends_both_workers_after_a_checkpoint(tmp_path):
     assert len(job.folder.metrics.read_text().splitlines()) == STEPS, "a step was repeated"
 
 
-class Signaled(LocalExecutor):
-    """Ends itself with SIGTERM once steps are taken; `times` as often."""
-
-    def __init__(self, times: int) -> None:
-        super().__init__()
-        self.times = times
-
-    def supervise(self, work: Callable[[], None], poll: Callable[[], None]) -> None:
-        real = worker.Loop.save
-
-        def signaled(loop: worker.Loop) -> None:
-            real(loop)
-            if loop.done == 3:
-                for _ in range(self.times):
-                    signal.raise_signal(signal.SIGTERM)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(worker.Loop, "save", signaled)
-            super().supervise(work, poll)
+@pytest.mark.e2e
+def test_an_interrupted_script_resumes(tmp_path):
+    """Ctrl-C ends it in one line, and the same command goes on."""
+    stopped = run_script(tmp_path / "own", kill=(4, 0), signal=signal.SIGINT)
+    assert stopped.returncode == 130 and "Traceback" not in stopped.stderr
+    assert load_latest(RunFolder(tmp_path / "own").checkpoints).step == 4
+    assert run_script(tmp_path / "own", seconds=1e6).returncode == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("times", [1, 2])
-def test_one_sigterm_waits_for_a_checkpoint_and_two_do_not(tmp_path, times):
-    undisturbed = train(*make(tmp_path, "a", resources={"checkpoint_seconds": 1e-6}))
-    recipe, folder = make(tmp_path, "b", resources={"checkpoint_seconds": 1e-6})
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+class _SlowOnce(nn.Linear):
+    """It gets Ctrl-C in a forward pass."""
+
+    at = -1
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and _SlowOnce.at == 0:
+            signal.raise_signal(signal.SIGINT)
+            _SlowOnce.at = -1
+        return super().forward(inputs)
+
+
+def test_an_interrupted_step_leaves_a_training_that_continues(tmp_path):
+    training = begin(tmp_path / "run", _SlowOnce(WIDTH, 2), steps=4)
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with pytest.raises(KeyboardInterrupt):
-            trainer.train(prepare(recipe, folder, "test"), Signaled(times))
-        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+        training.step()
+        _SlowOnce.at = 0
+        with pytest.raises(TrainingInterrupted, match="interrupted at step 2"):
+            training.step()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
-        signal.signal(signal.SIGTERM, before)
-    assert not folder.stop_request.exists()
-    assert len(Ledger.read(folder.ledger).release_counts) == (4 if times == 1 else 3)
-    trainer.train(prepare(recipe, folder, "test"), LocalExecutor())
-    assert read_groups(folder)[-1].step == (4 if times == 1 else 3)
-    assert torch.equal(parameters(folder), undisturbed)
-
-
-def test_sigterm_that_nobody_can_answer_is_ctrl_c(tmp_path):
-    """Before the first step, and where a step takes more than a minute."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    folder = RunFolder(tmp_path)
-    folder.private.mkdir()
-    try:
-        with pytest.raises(KeyboardInterrupt), stopped_between_steps(folder):
-            signal.raise_signal(signal.SIGTERM)
-        with (
-            pytest.MonkeyPatch.context() as patch,
-            pytest.raises(KeyboardInterrupt),
-            stopped_between_steps(folder) as look_at_clock,
-        ):
-            folder.stop_request.write_bytes(b"")
-            signal.raise_signal(signal.SIGTERM)
-            look_at_clock()
-            patch.setattr(monitoring, "_STOP_SECONDS", -1.0)
-            look_at_clock()
-            raise AssertionError("it waits for ever")
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, before)
+    state = load_latest(training.run.checkpoints)
+    assert state is not None and state.step == 2 and training in unfinished
+    assert training.run_all().training_summary.exists()
+    assert training.keep_interrupted() is None

@@ -38,22 +38,6 @@ def test_a_run_that_another_process_trains_is_said_to_be_one(tmp_path, monkeypat
     assert "secret" not in str(error.value) and "secret" in folder.errors.read_text()
 
 
-def test_that_another_process_trains_a_run_is_seen_before_anything_starts(tmp_path, monkeypatch):
-    recipe, folder = make(tmp_path)
-    job = prepare(recipe, folder, "test")
-    monkeypatch.setattr("dpdist.training.trainer._SHUTDOWN_SECONDS", 0.01)
-    started: list[str] = []
-    monkeypatch.setattr(
-        "dpdist.training.trainer._budget_charged", lambda job: started.append("charged")
-    )
-    with Ledger.open(folder.ledger, job.plan.fingerprint()):
-        before = sorted(folder.path.rglob("*"))
-        with pytest.raises(RunBusy):
-            train(job, session=None)
-        assert sorted(folder.path.rglob("*")) == before
-    assert not started
-
-
 def test_a_second_command_ends_before_the_workers_of_the_first_have_started(tmp_path, monkeypatch):
     recipe, folder = make(tmp_path)
     job = prepare(recipe, folder, "test")
