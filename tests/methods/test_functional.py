@@ -85,9 +85,8 @@ def three(
     [
         Functional(),
         Functional(radius=2.0, labels=0.9, constant=0.9, residual=5.0, clip=0.5),
-        Functional(radius=0.05),
     ],
-    ids=["default", "loose", "tight"],
+    ids=["default", "loose"],
 )
 def test_one_record_moves_each_sum_by_at_most_one(method: Functional) -> None:
     rng, made = np.random.default_rng(0), sums(method)
@@ -107,42 +106,6 @@ def test_one_record_moves_each_sum_by_at_most_one(method: Functional) -> None:
     assert largest[0] > 0.99  # the sensitivity is not overstated either
     assert largest[1] > (0.99 if method.radius < 1 else 0.5)
     assert largest[2] > (0.99 if method.residual < 1 else 0.1)
-
-
-def test_a_record_that_is_no_number_is_nothing() -> None:
-    made = sums()
-    features = made.features(records(np.random.default_rng(0)))
-    assert float(features[4].norm()) == float(features[5].norm()) == 0.0
-    assert float(features[6].norm()) == pytest.approx(1.0)
-
-
-def test_noisy_copies_of_a_record_move_no_more() -> None:
-    rng, made = np.random.default_rng(1), sums()
-    x, y = torch.from_numpy(rng.random((1, *SHAPE))), torch.tensor([3])
-    center = torch.zeros(made.size - 1, dtype=torch.float64)
-    copies = [(made.features(x + rng.normal(size=x.shape)), y, 1 / 3) for _ in range(3)]
-    for total in three(made, copies, center, torch.ones(made.size, CLASSES).double()):
-        assert 0.2 < float(total.norm()) <= 1.0
-
-
-def test_a_noisy_center_is_within_the_clip_of_the_features() -> None:
-    made = sums(Functional(clip=0.5))
-    noisy = torch.linspace(-1, 1, made.size - 1, dtype=torch.float64)
-    inside, beyond = (noisy * (share * RECORDS / noisy.norm()) for share in (0.8, 9.0))
-    assert torch.allclose(made.mean_features(inside), inside * (0.5 / RECORDS))
-    assert torch.allclose(made.mean_features(beyond), noisy * (0.5 / noisy.norm()))
-
-
-def test_the_public_features_of_a_batch_of_any_size() -> None:
-    """Traced as well, as a certification executes them; of norm 1, each record's own."""
-    for shape in (SHAPE, (3, 8, 8)):
-        spec = ModelSpec("scattering", shape, CLASSES, {**MODEL["options"]})
-        part = models.initialize(spec, 0)[0]
-        x = torch.rand(5, *shape)
-        traced = torch.jit.trace(part, x[:2])
-        assert torch.allclose(traced(x), part(x), atol=1e-6)
-        assert torch.allclose(part(x), torch.cat([part(x[i : i + 1]) for i in range(5)]), atol=1e-5)
-        assert torch.allclose(part(x).norm(dim=1), torch.ones(5))
 
 
 # ---- what is made of the sums
@@ -242,45 +205,36 @@ def test_what_it_costs_is_the_exact_gaussian(tmp_path: Path, rounds: int) -> Non
     assert exact <= plan.guarantee().epsilon <= exact + 1e-3
 
 
-def test_any_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(workers: int, **more: Any) -> tuple[Tensor, list[np.ndarray]]:
-        with monkeypatch.context() as patch:
-            seen = Released(patch)
-            job = job_of(tmp_path, f"{workers}{len(more)}", resources__workers=workers, **more)
-            execute(job, workers)
-        return parameters(job.folder), [total for total, *_ in seen.found[::workers]]
+def test_any_number_of_workers(tmp_path: Path) -> None:
+    """With noise shared out by the relevance of public records."""
+    more: dict[str, Any] = {
+        "data": {"name": "digits", "public": 0.3, "max_train": 400},
+        "method": {**METHOD, "relevance": {"data": "digits"}},
+        "training__reproducible": True,
+    }
 
-    (one, sums_of_one), (two, sums_of_two) = run(1), run(2)
-    for step in (0, 1):  # what follows is summed at parameters in float32
-        assert np.abs(sums_of_one[step] - sums_of_two[step]).max() < 1e-9
-    assert float((one - two).norm() / one.norm()) < 1e-5
-    exactly = {"training__reproducible": True}
-    assert torch.equal(run(1, **exactly)[0], run(3, **exactly)[0])
+    def run(workers: int) -> Tensor:
+        job = job_of(tmp_path, str(workers), resources__workers=workers, **more)
+        execute(job, workers)
+        return parameters(job.folder)
+
+    assert torch.equal(run(1), run(3))
 
 
 @pytest.mark.slow
 def test_it_continues_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"model": MODEL, "method": {**METHOD, "sigma": 0.2, "augmentations": 2}}
+    """With all that it has: an encoder that is learned first, noisy and adversarial copies."""
+    model = {"name": "patches", "options": {"filters": 6, "side": 3, "pool": 3}}
+    method = {"encoder": 0.1, "adversarial": {}, "sigma": 0.2, "augmentations": 2, "rounds": 1}
+    given = {"model": model, "method": {**METHOD, **method}}
     whole = train(*make(tmp_path, "whole", **given))
-    for at in (0, 1, 3):
+    for at in (0, 2):
         recipe, folder = make(tmp_path, f"cut-{at}", **given)
         train_and_crash(recipe, folder, monkeypatch, at)
         assert Ledger.read(folder.ledger).release_counts == dict.fromkeys(range(at + 1), 1)
         assert (load_latest(folder.checkpoints) is None) == (at == 0)
         assert torch.equal(train(recipe, folder), whole)
         assert read_verified_ledger(folder).ledger.num_superseded == 0
-
-
-def test_a_declared_number_of_records_divides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = Released(monkeypatch)
-    more = {"data": {"name": "digits"}, "privacy__nominal_records": 5000}
-    job = job_of(tmp_path, **more)
-    execute(job, until=1)
-    state = load_latest(job.folder.checkpoints)
-    assert state is not None
-    assert np.allclose(state.slots["center"].numpy(), seen.found[0][1] / 5000)
 
 
 def test_a_declared_number_leaves_room_for_many_more(
@@ -292,24 +246,16 @@ def test_a_declared_number_leaves_room_for_many_more(
         CoefficientSums, "sum_features", lambda self, *rest: made.append(self) or rest[1]
     )
     more = {"data": {"name": "digits"}, "privacy__delta": 1e-7}
-    for nominal, most in ((64, 2**20), (2**19, 2**21)):
-        job = job_of(tmp_path, str(nominal), **more, privacy__nominal_records=nominal)
-        execute(job, until=1)
-        assert made[-1]._slack_factor == 1 - rounding_slack(most) and made[-1].records == nominal
-        # Of both sums, over so many records in passes of 128 (Higham, section 3.5).
-        assert 2 * (128 + most / 128) * 2.0**-53 * most <= rounding_slack(most)
-        assumed = job.recipe.method.assumptions(job.recipe)
-        assert any(f"there are at most {most:,} records" in line for line in assumed)
-        assert check_record_limit(job.recipe, most) == most
-        with pytest.raises(UserError, match=r"privacy\.nominal_records:"):
-            check_record_limit(job.recipe, most + 1)
-    plain = job_of(tmp_path, "plain").recipe
-    assert check_record_limit(plain, 2**30) == 2**30
-    assert not any("there are at most" in line for line in plain.method.assumptions(plain))
+    nominal, most = 2**19, 2**21
+    job = job_of(tmp_path, str(nominal), **more, privacy__nominal_records=nominal)
+    execute(job, until=1)
+    assert made[-1]._slack_factor == 1 - rounding_slack(most) and made[-1].records == nominal
+    # Of both sums, over so many records in passes of 128 (Higham, section 3.5).
+    assert 2 * (128 + most / 128) * 2.0**-53 * most <= rounding_slack(most)
+    assert check_record_limit(job.recipe, most) == most
+    with pytest.raises(UserError, match=r"privacy\.nominal_records:"):
+        check_record_limit(job.recipe, most + 1)
     monkeypatch.setattr(base, "_MIN_RECORD_LIMIT", 100)
     job = job_of(tmp_path, "beyond", **more, privacy__nominal_records=60)
     with pytest.raises(UserError, match=r"privacy\.nominal_records:"):
         execute(job)
-
-
-# ---- whole commands
