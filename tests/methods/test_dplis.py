@@ -10,17 +10,10 @@ from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import Perturbation
 from dpdist.methods.base import Method, MethodState
-from dpdist.methods.dp_sgd import DPSGD, DPlis, dplis_smoothing_std
+from dpdist.methods.dp_sgd import DPSGD, DPlis
 from dpdist.privacy.plan import StepPlan
 
 KEY = bytes(range(32))
-MNIST = {"learning_rate": 0.1536, "batch_size": 256, "noise_multiplier": 1.1, "clip_norm": 1.0}
-
-
-@pytest.mark.parametrize(("radius", "std"), [(10, 6.6e-3), (30, 1.98e-2), (40, 2.64e-2)])
-def test_scale_of_the_papers_mnist_setting(radius, std):
-    """eta/L = 6e-4, sigma 1.1, C 1 (DPlis, Table 1)."""
-    assert dplis_smoothing_std(radius, **MNIST) == pytest.approx(std, rel=1e-9)
 
 
 def draws_of(method: Method) -> Perturbation:
