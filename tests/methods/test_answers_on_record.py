@@ -16,7 +16,7 @@ from dpdist.cluster.executor import LocalExecutor
 from dpdist.core.errors import UserError
 from dpdist.core.files import write_json
 from dpdist.methods.private_prediction import PrivatePredictionExecution
-from dpdist.privacy.ledger import Anchor, JournalError, Ledger
+from dpdist.privacy.ledger import JournalError, Ledger
 from dpdist.privacy.phases import NoisyVotes
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.folder import RunFolder
@@ -99,8 +99,8 @@ def test_nothing_is_released_once_more_on_a_ledger_that_lost_it(tmp_path: Path) 
         drawn.append(key)
         return [1.0, 2.0]
 
-    assert release_once(job, b"votes", draw) == [1.0, 2.0]
-    assert release_once(job, b"votes", draw) == [1.0, 2.0] and len(drawn) == 1
+    for _ in range(2):
+        assert release_once(job, b"votes", draw) == [1.0, 2.0] and len(drawn) == 1
     with Ledger.open(folder.ledger, plan.fingerprint()) as ledger:
         ledger.begin_attempt({})
         ledger.record(0, "ab" * 32)
@@ -108,8 +108,6 @@ def test_nothing_is_released_once_more_on_a_ledger_that_lost_it(tmp_path: Path) 
     checkpoint = folder.checkpoints / "step-00000001"
     checkpoint.mkdir(parents=True)
     write_json(checkpoint / "done.json", {"step": 1, "ledger": anchor.to_dict()})
-    assert isinstance(anchor, Anchor)
-    assert release_once(job, b"votes", draw) == [1.0, 2.0] and len(drawn) == 1
     folder.ledger.unlink()
     folder.anchor.unlink()
     with pytest.raises((UserError, JournalError)):
