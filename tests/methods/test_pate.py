@@ -21,8 +21,9 @@ from support.recipes import write_recipe
 from support.training import execute
 
 from dpdist.core.errors import UserError
+from dpdist.core.files import write_json
 from dpdist.methods.pate import PATE, UNANSWERED, VOTES, PATEExecution, count_votes
-from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.ledger import JournalError, Ledger
 from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs import archive as archives
@@ -293,6 +294,31 @@ def test_copies_of_a_run_draw_other_votes_afresh(tmp_path: Path) -> None:
             release_once(job, about, lambda key: [1.0])
 
 
+def test_nothing_is_released_once_more_on_a_ledger_that_lost_it(tmp_path: Path) -> None:
+    """The steps that followed it are in a checkpoint: its ledger was not empty."""
+    job, drawn = job_of(tmp_path), []
+    folder = job.folder
+
+    def draw(key: bytes) -> list[float]:
+        drawn.append(key)
+        return [1.0]
+
+    for _ in range(2):
+        assert release_once(job, b"votes", draw) == [1.0] and len(drawn) == 1
+    with Ledger.open(folder.ledger, job.plan.fingerprint()) as ledger:
+        ledger.begin_attempt({})
+        ledger.record(0, "ab" * 32)
+        anchor = ledger.anchor
+    checkpoint = folder.checkpoints / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    write_json(checkpoint / "done.json", {"step": 1, "ledger": anchor.to_dict()})
+    folder.ledger.unlink()
+    folder.anchor.unlink()
+    with pytest.raises((UserError, JournalError)):
+        release_once(job, b"votes", draw)
+    assert len(drawn) == 1
+
+
 @pytest.mark.slow
 def test_the_student_sees_answers_and_nothing_else(tmp_path: Path) -> None:
     job = job_of(tmp_path / "a")
@@ -324,6 +350,18 @@ def test_no_question_is_a_test_record(tmp_path: Path) -> None:
         prepare(job.recipe, job.folder, "test")
 
 
+def what_leaves(folder: RunFolder, tmp_path: Path) -> list[Path]:
+    """The files of an export and of an archive, fetched and where it is."""
+    unpack_export(export_text(folder), tmp_path / "fetched")
+    archive = Archive.claim(folder, f"file://{tmp_path}/archive", False)
+    assert archive is not None
+    archive.update()
+    archives.fetch_publishable_files(f"file://{tmp_path}/archive", tmp_path / "archived")
+    return [
+        path for at in ("fetched", "archived", "archive") for path in (tmp_path / at).rglob("*")
+    ]
+
+
 @pytest.mark.slow
 def test_a_run_from_teachers_to_release(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
@@ -347,13 +385,7 @@ def test_a_run_from_teachers_to_release(
     card = json.loads((folder.release_folder / "privacy_card.json").read_text())
     assert card["private"] and card["mechanism"][0].startswith("votes of models on disjoint shards")
     assert here("audit", "x.yaml") == 2
-    unpack_export(export_text(folder), tmp_path / "fetched")
-    archive = Archive.claim(folder, f"file://{tmp_path}/archive", False)
-    assert archive is not None
-    archive.update()
-    archives.fetch_publishable_files(f"file://{tmp_path}/archive", tmp_path / "archived")
     votes = (folder.private / VOTES).read_bytes()
-    for place in ("fetched", "archived", "archive", "runs/x/release"):
-        for path in (tmp_path / place).rglob("*"):
-            assert "teacher" not in path.name and "votes" not in path.name
-            assert path.is_dir() or votes not in path.read_bytes()
+    for path in [*what_leaves(folder, tmp_path), *folder.release_folder.rglob("*")]:
+        assert "teacher" not in path.name and "votes" not in path.name
+        assert path.is_dir() or votes not in path.read_bytes()

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from methods.test_pate import what_leaves
 from scipy.optimize import brentq
 from scipy.stats import chi2, norm
 from support.local_execution import Done, command, run_without_ray
 from support.recipes import write_recipe
+from support.training import make
 
+from dpdist.cluster.executor import LocalExecutor
 from dpdist.core.errors import UserError
 from dpdist.evaluation import require_model
 from dpdist.methods.private_prediction import (
@@ -29,12 +33,10 @@ from dpdist.privacy.budget import read_budgets
 from dpdist.privacy.ledger import Ledger, QueriesExhausted
 from dpdist.privacy.phases import GaussianAnswers, GaussianSteps, Phase
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.publishing import write_release
-from dpdist.runs import archive as archives
-from dpdist.runs.archive import Archive, export_text, unpack_export
 from dpdist.runs.folder import RunFolder, read_verified_ledger
 from dpdist.training.ensembles import QueryOracle
-from dpdist.training.records import data_source, load_test_records
+from dpdist.training.job import prepare
+from dpdist.training.trainer import fit
 
 METHOD = {"name": "private-prediction", "teachers": 5, "logit_bound": 2.0, "queries": 6}
 RAW: dict[str, Any] = {
@@ -158,6 +160,100 @@ def test_the_ledger_counts_before_and_no_further(tmp_path: Path) -> None:
     assert again.released_phases(plan) == plan.phases  # all of them are charged from the beginning
 
 
+# ---- answers on the run's own ledger
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run with a fixed key whose models never leave, and that may give six answers."""
+    before = torch.get_num_threads()
+    place = tmp_path_factory.mktemp("trained")
+    recipe, folder = make(
+        place, data={"name": "digits", "fraction": 0.1}, model="linear",
+        method={"name": "private-prediction", "teachers": 2, "logit_bound": 2.0, "queries": 6},
+        training={"batch_size": 20, "steps": 2, "learning_rate": 0.5},
+    )  # fmt: skip
+    fit(prepare(recipe, folder, "test"), LocalExecutor())
+    yield folder.path
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> RunFolder:
+    return RunFolder(Path(shutil.copytree(trained, tmp_path / "run")))
+
+
+def inputs(count: int) -> torch.Tensor:
+    return torch.rand(count, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def test_no_answer_is_given_on_a_ledger_that_lost_what_was_given(run: RunFolder) -> None:
+    """Lost after the run was opened: made anew, it would pay for all answers again."""
+    recipe = run.read_recipe()
+    first = QueryOracle(recipe, run)
+    first(inputs(6))
+    assert first.answers_left == 0
+    late = QueryOracle(recipe, run)
+    run.ledger.unlink()
+    run.anchor.unlink()
+    with pytest.raises(UserError):
+        late(inputs(7)[6:])
+    with pytest.raises(UserError):
+        QueryOracle(recipe, run)
+
+
+def test_answers_under_a_fixed_key_are_repeatable_and_no_two_share_noise(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = RunFolder(Path(shutil.copytree(run.path, tmp_path / "other")))
+    keys: list[bytes] = []
+    real = PrivatePredictionExecution.answer
+
+    def noted(self: PrivatePredictionExecution, scores: Any, plan: Any, key: bytes) -> Any:
+        keys.append(key)
+        return real(self, scores, plan, key)
+
+    monkeypatch.setattr(PrivatePredictionExecution, "answer", noted)
+    oracle = QueryOracle(run.read_recipe(), run)
+    found = torch.cat([oracle(inputs(2)), oracle(inputs(4)[2:])])
+    assert len(keys) == len(set(keys)) == 4
+    # Four at once are scored by other kernels than two: the noise is the same, not each last bit.
+    assert torch.allclose(
+        QueryOracle(other.read_recipe(), other)(inputs(4)), found, rtol=0, atol=1e-5
+    )
+    assert keys[4:] == keys[:4]
+
+
+def test_a_crash_counts_and_two_at_once_take_one(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = run.read_recipe()
+    QueryOracle(recipe, run)(inputs(4))
+
+    def dies(self: PrivatePredictionExecution, scores: Any, plan: Any, key: bytes) -> Any:
+        assert Ledger.read(run.ledger).num_queries == 5  # on the disk, before its noise
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as inner, pytest.raises(KeyboardInterrupt):
+        inner.setattr(PrivatePredictionExecution, "answer", dies)
+        QueryOracle(recipe, run)(inputs(5)[4:])
+    assert QueryOracle(recipe, run).answers_left == 1
+    meet = threading.Barrier(2)
+
+    def answered(number: int) -> bool:
+        oracle = QueryOracle(recipe, run)
+        meet.wait()
+        try:
+            oracle(inputs(8)[number : number + 1])
+        except UserError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(2) as pool:
+        assert sorted(pool.map(answered, (6, 7))) == [False, True]
+    assert Ledger.read(run.ledger).num_queries == 6
+
+
 # ---- the whole
 
 
@@ -208,78 +304,18 @@ def test_a_run_answers_and_then_no_more(here: Any, tmp_path: Path) -> None:
     ):  # fmt: skip
         refused = here(*asked)
         assert refused.code == 2 and "never leave" in refused.err
-    assert here("run", "x.yaml", "--name", "other", "--dry-run").code == 0
-    assert here("report", "x", "x").code == 0
-    _nothing_leaves(folder, tmp_path)
+    # Neither teachers, nor a hash of them, by any door.
+    assert "model" not in json.loads(folder.evaluation.read_text())
+    names = [path.name for path in what_leaves(folder, tmp_path)]
+    assert "index.html" in names
+    assert not any("teacher" in name or "safetensors" in name for name in names)
+    with pytest.raises(UserError):
+        require_model(folder.read_recipe(), folder)
     # A ledger with more answers than the plan pays for was not written by this run.
     with Ledger.open(folder.ledger, folder.read_plan().fingerprint()) as ledger:
         ledger.record_query("aa" * 32, plan_of(1.0, queries=9))
     with pytest.raises(UserError, match="answers"):
         read_verified_ledger(folder)
-
-
-def _nothing_leaves(folder: RunFolder, tmp_path: Path) -> None:
-    """Neither teachers, nor a hash of them, by any door."""
-    secrets = [*(folder.private / "teachers").rglob("*.safetensors")]
-    assert len(secrets) == 5
-    assert "model" not in json.loads(folder.evaluation.read_text())
-    unpack_export(export_text(folder), tmp_path / "fetched")
-    archive = Archive.claim(folder, f"file://{tmp_path}/archive", False)
-    assert archive is not None
-    archive.update()
-    archives.fetch_publishable_files(f"file://{tmp_path}/archive", tmp_path / "archived")
-    for place in ("fetched", "archived", "archive"):
-        names = [path.name for path in (tmp_path / place).rglob("*")]
-        assert "index.html" in names or place == "archive"
-        assert not any("teacher" in name or "safetensors" in name for name in names)
-    with pytest.raises(UserError):
-        write_release(folder)
-    with pytest.raises(UserError):
-        require_model(folder.read_recipe(), folder)
-
-
-@pytest.mark.slow
-def test_a_crash_counts_and_two_at_once_take_one(
-    here: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert here("run", "x.yaml").code == 0
-    folder = RunFolder(tmp_path / "runs" / "x")
-    recipe = folder.read_recipe()
-    test = load_test_records(recipe, data_source(recipe))
-    inputs, real = test.batch(slice(100, 104)), PrivatePredictionExecution.answer
-
-    def dies(self: PrivatePredictionExecution, scores: Any, plan: Any, key: bytes) -> Any:
-        assert Ledger.read(folder.ledger).num_queries == 4  # on the disk, before its noise
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as inner, pytest.raises(KeyboardInterrupt):
-        inner.setattr(PrivatePredictionExecution, "answer", dies)
-        QueryOracle(recipe, folder)(inputs[:1])
-    assert QueryOracle(recipe, folder).answers_left == 2
-
-    keys: list[bytes] = []
-
-    def noted(self: PrivatePredictionExecution, scores: Any, plan: Any, key: bytes) -> Any:
-        keys.append(key)
-        return real(self, scores, plan, key)
-
-    monkeypatch.setattr(PrivatePredictionExecution, "answer", noted)
-    QueryOracle(recipe, folder)(inputs[:1])  # the answer that was lost is a new one
-    meet = threading.Barrier(2)
-
-    def answered(number: int) -> bool:
-        oracle = QueryOracle(recipe, folder)
-        meet.wait()
-        try:
-            oracle(inputs[number : number + 1])
-        except UserError:
-            return False
-        return True
-
-    with ThreadPoolExecutor(2) as pool:
-        assert sorted(pool.map(answered, (1, 2))) == [False, True]
-    assert read_verified_ledger(folder).ledger.num_queries == 6
-    assert len(set(keys)) == 2  # noise of its own
 
 
 @pytest.mark.slow
