@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,20 +75,6 @@ def folders(tmp_path: Path) -> list[Path]:
     return [save_small_cnn(tmp_path / name, seed) for seed, name in enumerate("ab")]
 
 
-@pytest.mark.slow
-def test_half_done_work_is_not_taken_over_by_another_model(work, folders, tmp_path) -> None:
-    a, b = folders
-    output = tmp_path / "out"
-    with pytest.raises(Interrupted):
-        work(a, output, progress=stop_at(2))
-    (output / "settings.json").unlink()
-    for model in folders:  # also its own model: the seed is gone
-        with pytest.raises(UserError, match="remove the folder"):
-            work(model, output)
-    shutil.rmtree(output)
-    assert work(b, output) == models.model_hash(b)
-
-
 def test_half_done_work_of_changed_settings_is_refused(work, folders, tmp_path) -> None:
     a, b = folders
     output = tmp_path / "out"
@@ -112,14 +97,3 @@ def test_finished_work_is_of_its_model_and_data(work, folders, tmp_path) -> None
     (output / "settings.json").unlink()
     with pytest.raises(UserError, match=r"model was|remove the folder"):
         work(b, output)
-
-
-@pytest.mark.slow
-def test_a_table_moved_beside_other_settings_is_refused(work, folders, tmp_path) -> None:
-    for name, model in zip("xy", folders, strict=True):
-        work(model, tmp_path / name)
-    (table,) = (tmp_path / "x").glob("*.parquet")
-    shutil.copy(table, tmp_path / "y" / table.name)
-    with pytest.raises(UserError, match=r"not of the settings in settings\.json"):
-        reader = table_reader.read if table.name == job.TABLE else attack_tables.read_attack
-        reader(tmp_path / "y" / table.name)
