@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.local_execution import command, run_without_ray
 from support.recipes import write_recipe
+from support.settings import sets
 
 from dpdist.runs.archive import publishable_files
 from dpdist.runs.folder import RunFolder
@@ -35,7 +36,6 @@ RELEASE = {
 CERTIFIED = {
     "certificates.parquet", "journal.jsonl", "rate.json", "settings.json", "timings.csv",
 }  # fmt: skip
-REPORT = {"report/index.html"}
 PRIVATE = {
     "run.key", "plan.json", "begun-with.json", "ledger.jsonl", "ledger.anchor", "data.json",
     "trained.json", "progress.json", "metrics.jsonl", "workers.jsonl",
@@ -70,6 +70,11 @@ def outside(run: Path) -> set[str]:
     return {name for name in files(run) if not name.startswith("private/")}
 
 
+def public(run: Path) -> set[str]:
+    """Those outside, without the report's pages."""
+    return {name for name in outside(run) if not name.startswith("report/")}
+
+
 def check_secrecy(run: Path, keys: list[bytes]) -> None:
     """Only the owner reads private/; no key is anywhere else, as bytes or as text."""
     private = run / "private"
@@ -102,29 +107,13 @@ def test_train_certify_attack_report_release(dpdist, tmp_path):
 
     dpdist("run", recipe)
     certified = {f"certificates/sigma-0.25-fixed-n-50/{name}" for name in CERTIFIED}
-    pages = {name for name in outside(run) if name.startswith("report/")}
-    assert outside(run) - pages == BEGUN | RELEASE | certified
-    assert pages >= REPORT and {Path(p).suffix for p in pages} <= {".html", ".svg"}
-
-    dpdist("certify", "small", "--sigma", "0.5")
-    certified |= {f"certificates/sigma-0.5-fixed-n-50/{name}" for name in CERTIFIED}
-    pages = {name for name in outside(run) if name.startswith("report/")}
-    assert outside(run) - pages == BEGUN | RELEASE | certified
-
-    dpdist(
-        "attack",
-        "small",
-        "--set",
-        "attack.max_inputs=4",
-        "--set",
-        "attack.attacks=[fgsm]",
-        "--set",
-        "attack.sizes=[0.1]",
-    )
+    pages = outside(run) - public(run)
+    assert public(run) == BEGUN | RELEASE | certified
+    assert "report/index.html" in pages and {Path(p).suffix for p in pages} <= {".html", ".svg"}
+    dpdist("attack", "small", *sets("attack", "max_inputs=4", "attacks=[fgsm]", "sizes=[0.1]"))
     attacked = {n for n in outside(run) if n.startswith("attacks/linf-steps-10-first-4/")}
-    pages = {name for name in outside(run) if name.startswith("report/")}
     assert {Path(n).name for n in attacked} == {"attacks.parquet", "journal.jsonl", "settings.json"}
-    assert outside(run) - pages == BEGUN | RELEASE | certified | attacked
+    assert public(run) == BEGUN | RELEASE | certified | attacked
     # None of these commands touched what is private, but for the log of a session.
     assert files(run / "private") - {"ray.log"} == PRIVATE
     check_secrecy(run, [key_of(run)])

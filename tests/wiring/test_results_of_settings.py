@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from support import certificates
+from support.certificates import Data
 from support.local_execution import run_without_ray
 from support.networks import save_small_cnn
 
@@ -21,22 +20,7 @@ from dpdist.certification import job, table_reader
 from dpdist.certification.cohen import Cohen
 from dpdist.core.errors import UserError
 
-COUNT = 4
-
-
-@dataclass(frozen=True)
-class Images:
-    fingerprint: str = "these"
-    name: str = "images/test"
-    classes: int = 3
-
-    @property
-    def labels(self) -> np.ndarray:
-        return np.arange(COUNT) % self.classes
-
-    def batch(self, indices: Any) -> torch.Tensor:
-        rng = np.random.default_rng(0)
-        return torch.from_numpy(rng.random((COUNT, 1, 6, 6), dtype=np.float32)[indices])
+THESE = Data(count=4, fingerprint="these")
 
 
 class Interrupted(Exception):
@@ -51,13 +35,13 @@ def stop_at(wanted: int) -> Callable[[int, int, float], None]:
     return progress
 
 
-def certify(model: Path, output: Path, data: Images = Images(), **options: Any) -> str:
+def certify(model: Path, output: Path, data: Data = THESE, **options: Any) -> str:
     settings = Cohen(sigma=0.5, n0=20, n=200, batch=100, backend="eager")
     certificates.certify(model, data, settings, output, chunk_seconds=1e-9, **options)
     return table_reader.read(output / job.TABLE).job_record["model"]
 
 
-def attack(model: Path, output: Path, data: Images = Images(), **options: Any) -> str:
+def attack(model: Path, output: Path, data: Data = THESE, **options: Any) -> str:
     settings = AttackSettings(norm="l2", sizes=(1.0,), attacks=("fgsm",), batch=1)
     certificates.attack_model(model, data, settings, output, **options)
     return attack_tables.read_attack(output / attack_tables.TABLE).model
@@ -82,7 +66,7 @@ def test_half_done_work_of_changed_settings_is_refused(work, folders, tmp_path) 
         work(a, output, progress=stop_at(2))
     path = output / "settings.json"
     path.write_text(path.read_text().replace(models.model_hash(a), models.model_hash(b)))
-    with pytest.raises(UserError, match=r"do not belong to settings\.json"):
+    with pytest.raises(UserError):
         work(b, output)
 
 
@@ -92,8 +76,8 @@ def test_finished_work_is_of_its_model_and_data(work, folders, tmp_path) -> None
     assert work(a, output) == models.model_hash(a)
     with pytest.raises(UserError, match="model was"):
         work(b, output)
-    with pytest.raises(UserError, match="data was 'these', now 'those'"):
-        work(a, output, Images(fingerprint="those"))
+    with pytest.raises(UserError, match="data was"):
+        work(a, output, replace(THESE, fingerprint="those"))
     (output / "settings.json").unlink()
-    with pytest.raises(UserError, match=r"model was|remove the folder"):
+    with pytest.raises(UserError):
         work(b, output)
