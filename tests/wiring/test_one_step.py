@@ -257,13 +257,13 @@ def test_several_phases_each_with_its_own_rate_and_noise(tmp_path, monkeypatch):
     assert sizes[3] == sizes[4] == job.plan.records and sizes[2] > 30 and sizes[0] < 20
 
 
-def test_an_empty_batch_is_a_step_like_any_other(tmp_path, monkeypatch):
+@pytest.mark.parametrize("method", ["dp-sgd", METHODS["crop-and-noise"]["method"]])
+def test_an_empty_batch_is_a_step_like_any_other(tmp_path, monkeypatch, method):
     """Its noise is released and charged: skipping it would tell that nobody was drawn. Expected
     batch 1 of 60: a batch is empty with probability 0.36, none of 8 with 0.03; the key is fixed."""
-    job = job_of(
-        tmp_path, data={"name": "digits", "max_train": 60}, training__batch_size=1,
-        training__steps=8,
-    )  # fmt: skip
+    few = {"name": "digits", "max_train": 60}
+    more = {"training__batch_size": 1, "training__steps": 8}
+    job = job_of(tmp_path, data=few, method=method, **more)
     assert 0 in follow(job, monkeypatch)
 
 
