@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,18 +16,22 @@ from torch import Tensor, nn
 from dpdist import models
 from dpdist.core.errors import UserError
 from dpdist.methods import base
-from dpdist.methods.base import check_record_limit
-from dpdist.models import ModelSpec
-from dpdist.papers.stobatch.functional import Functional
+from dpdist.methods.base import MethodState, check_record_limit
+from dpdist.models import ModelSpec, last_linear
+from dpdist.papers.stobatch.functional import Adversarial, Functional
 from dpdist.papers.stobatch.functional_sums import (
     CoefficientSums,
+    FunctionalExecution,
+    FunctionalSteps,
     clip_rows,
     rounding_slack,
 )
 from dpdist.privacy import mechanisms
 from dpdist.privacy.ledger import Ledger
+from dpdist.randomness.keys import derive_key
 from dpdist.runs.folder import read_verified_ledger
 from dpdist.training import private_step
+from dpdist.training.canaries import Canaries
 from dpdist.training.checkpoint import load_latest
 
 SHAPE, CLASSES, RECORDS = (1, 8, 8), 10, 24
@@ -34,21 +39,12 @@ MODEL = {"name": "scattering", "options": {"widths": [1.0], "stride": 1, "cosine
 METHOD = {"name": "functional", "rounds": 2}
 
 
-def network(**options: object) -> nn.Module:
-    return models.initialize(
-        ModelSpec("scattering", SHAPE, CLASSES, {**MODEL["options"], **options}), 0
-    )
+def network() -> nn.Module:
+    return models.initialize(ModelSpec("scattering", SHAPE, CLASSES, MODEL["options"]), 0)
 
 
-def sums(method: Functional | None = None, model: nn.Module | None = None) -> CoefficientSums:
-    return CoefficientSums(
-        method or Functional(), model or network(), torch.rand(4, *SHAPE), RECORDS
-    )
-
-
-def sizes(rounds: int = 2) -> list[int]:
-    size = sums().size
-    return [size - 1, size * (size + 1) // 2 + size * CLASSES, *[size * CLASSES] * rounds]
+def sums(method: Functional | None = None) -> CoefficientSums:
+    return CoefficientSums(method or Functional(), network(), torch.rand(4, *SHAPE), RECORDS)
 
 
 def job_of(tmp: Path, name: str = "run", **more: Any) -> Any:
@@ -181,7 +177,9 @@ PARTS = (0.05, 0.25, 0.35, 0.35)  # of mu^2, by default, in two rounds
 def test_each_sum_has_the_plans_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job, seen = job_of(tmp_path, privacy__noise_multiplier=3.0), Released(monkeypatch)
     execute(job)
-    assert [len(total) for total, *_ in seen.found] == sizes()
+    size = sums().size
+    outer = size * (size + 1) // 2 + size * CLASSES
+    assert [len(total) for total, *_ in seen.found] == [size - 1, outer, *[size * CLASSES] * 2]
     for (total, noisy, _, std), part in zip(seen.found, PARTS, strict=True):
         assert std == pytest.approx(3.0 / math.sqrt(part))
         # 5 standard deviations of the estimate: 6e-7; 3/2 and 2/3 of the noise are far beyond.
@@ -259,3 +257,117 @@ def test_a_declared_number_leaves_room_for_many_more(
     job = job_of(tmp_path, "beyond", **more, privacy__nominal_records=60)
     with pytest.raises(UserError, match=r"privacy\.nominal_records:"):
         execute(job)
+
+
+# ---- options
+
+ROUND = 2  # the step of the first round
+PATCHES = {"filters": 6, "side": 3, "pool": 3}
+
+
+def encoded() -> nn.Module:
+    return models.initialize(ModelSpec("patches", SHAPE, CLASSES, PATCHES), 0)
+
+
+class MadeUp(list[Tensor]):
+    """Records of these inputs and targets."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        super().__init__(x)
+        self.batch, self.targets = (lambda rows: x[rows]), (lambda rows: y[rows])
+
+
+def summed(
+    method: Functional, made: CoefficientSums | None, left: int = -1, step: int = ROUND
+) -> Tensor:
+    """What a training sums in a step, of made-up records and one of them left out. made: None for
+    the encoder's sum."""
+    rng = np.random.default_rng(0)
+    x = records(rng).float()
+    y = torch.from_numpy(rng.integers(0, CLASSES, RECORDS))
+    canaries = Canaries()
+    canaries.inputs_for = lambda members: members[members != left]  # type: ignore[method-assign]
+    model = network() if made is not None else encoded()
+    last_linear(model).weight.data.normal_(generator=torch.Generator().manual_seed(0))
+    given = SimpleNamespace(
+        plan=SimpleNamespace(step=lambda step: None, records=RECORDS),
+        recipe=SimpleNamespace(privacy=SimpleNamespace(nominal_records=None)),
+        model=model, parameters=[last_linear(model).weight], state=MethodState(nn.Identity()),
+        canaries=canaries,
+        draw_key=lambda *labels: derive_key(b"k" * 32, "draw", "", *labels),
+        shards=SimpleNamespace(local_shards=[(0, 0, RECORDS)], num_rows=1),
+        records=MadeUp(x, y),
+    )  # fmt: skip
+    if made is not None:
+        made.feature_cache.clear()  # its passes are others when a record is left out
+    steps = FunctionalSteps(FunctionalExecution(method), given)  # type: ignore[arg-type]
+    steps._coefficients = made
+    (row,) = steps.sums(step)
+    return row
+
+
+@pytest.mark.parametrize("sigma", [0.0, 0.3])
+def test_one_record_moves_an_adversarial_round_by_at_most_one(sigma: float) -> None:
+    asked = Adversarial(size=0.2, steps=2, xi=0.5)
+    method = Functional(adversarial=asked, sigma=sigma, augmentations=2 if sigma else 1)
+    made = sums(method)
+    whole = summed(method, made)
+    some = range(0, RECORDS, 3)
+    moved = [float((whole - summed(method, made, left)).norm()) for left in some]
+    assert max(moved) <= 1 - 2.0**-10  # room for rounding
+    assert max(moved) > (0.5 if sigma else 0.8)
+
+
+# ---- relevance
+
+
+# ---- a private encoder
+
+
+@pytest.mark.parametrize("sigma", [0.0, 0.3])
+def test_one_record_moves_the_encoder_s_sum_by_at_most_one(sigma: float) -> None:
+    method = Functional(encoder=0.1, sigma=sigma, augmentations=3 if sigma else 1)
+    whole = summed(method, None, step=0)
+    moved = [float((whole - summed(method, None, left, step=0)).norm()) for left in range(RECORDS)]
+    assert max(moved) <= 1.0 and whole.isfinite().all()
+    assert max(moved) > (0.1 if sigma else 0.3)
+
+
+def test_filters_are_the_principal_components_of_patches() -> None:
+    part = models.patch_features_of(encoded())
+    x = torch.rand(40, *SHAPE)
+    found = nn.functional.unfold(x.double(), 3).transpose(1, 2).reshape(-1, 9)
+    found = found - found.mean(1, keepdim=True)
+    found = found / found.norm(dim=1, keepdim=True).clamp(min=1)
+    part.fit_filters(part.moments(x).sum(0))
+    after = part.encoder.weight.detach().double().flatten(1)
+    assert torch.allclose(after @ after.T, torch.eye(6).double(), atol=1e-6)
+    assert float(after.sum(1).abs().max()) < 1e-6
+    kept = (found @ after.T).square().sum() / found.square().sum()
+    best = torch.linalg.eigvalsh(found.T @ found).flip(0)
+    assert float(kept) == pytest.approx(float(best[:6].sum() / best.sum()), rel=1e-6)
+
+
+def test_the_encoder_is_paid_for_and_learned_first(tmp_path: Path) -> None:
+    method = {"name": "functional", "rounds": 2, "encoder": 0.1}
+    model = {"name": "patches", "options": PATCHES}
+    job = job_of(tmp_path, model=model, method=method, privacy__noise_multiplier=2.0)
+    noises = [job.plan.step(t).noise_multiplier for t in range(job.plan.steps)]
+    assert len(noises) == 5 and noises[0] == pytest.approx(2.0 / math.sqrt(0.1))
+    assert sum(noise**-2 for noise in noises) == pytest.approx(2.0**-2)
+    execute(job)
+    kept = models.patch_features_of(models.load(job.folder.model_folder)).encoder.weight
+    assert not torch.allclose(kept, models.patch_features_of(encoded()).encoder.weight, atol=0.1)
+
+
+# ---- noise that a record has of its own
+
+
+def test_one_record_with_its_own_noise_moves_each_sum_by_at_most_one() -> None:
+    method = Functional(sigma=0.3, augmentations=2, noise="own", radius=0.05)
+    made = sums(method)
+    for step in (0, 1, ROUND):
+        whole = summed(method, made, step=step)
+        some = (0, 4, 6, 7)
+        moved = [float((whole - summed(method, made, left, step)).norm()) for left in some]
+        assert 0.6 < max(moved) <= 1.0

@@ -14,10 +14,8 @@ from scipy import stats
 from torch import nn
 
 from dpdist import models
-from dpdist.certification.operator_norms import l2_to_l2
 from dpdist.gradients.sampling import poisson_sample
 from dpdist.models import ModelSpec, SplitModel
-from dpdist.models.noise import first_layer_norm_bound, project_first_layer_norm
 from dpdist.papers.secure_sgd import shares as hidden_noise_shares
 from dpdist.papers.secure_sgd.method import HGMPixelDP, PixelDP, Redistribution, SecureSGD
 from dpdist.privacy.phases import GaussianReleases, GaussianSteps, NonPrivate
@@ -122,28 +120,6 @@ def test_the_paid_sum_has_its_noise() -> None:
     assert stats.kstest(values, stats.norm(scale=2.0).cdf).pvalue > 1e-4
     for wrong in (2.0 * 2 / 3, 2.0 * 3 / 2):
         assert stats.kstest(values, stats.norm(scale=wrong).cdf).pvalue < 1e-4
-
-
-LAYERS = [
-    (nn.Conv2d(1, 4, 5, stride=2, padding=2), (1, 9, 9)),
-    (nn.Conv2d(2, 4, 3, padding=2, dilation=2, stride=2, groups=2), (2, 7, 7)),
-    (nn.Linear(12, 5), (12,)),
-]
-
-
-@pytest.mark.parametrize(("layer", "shape"), LAYERS)
-def test_the_quick_bound_is_one_and_keeps_the_layer(layer: nn.Module, shape) -> None:
-    torch.manual_seed(0)
-    nn.init.normal_(layer.weight)  # type: ignore[arg-type, union-attr]
-    split = SplitModel(layer, "0", layer, nn.Sequential(layer), nn.Identity(), None)  # type: ignore[arg-type]
-    exact = l2_to_l2(layer, shape)  # type: ignore[arg-type]
-    assert exact <= first_layer_norm_bound(split) * (1 + 1e-6)
-    project_first_layer_norm(split, 0.5)
-    assert 0.499 < first_layer_norm_bound(split) <= 0.5 + 1e-9
-    assert l2_to_l2(layer, shape) <= 0.5 + 1e-6  # type: ignore[arg-type]
-    before = layer.weight.clone()  # type: ignore[union-attr, operator]
-    project_first_layer_norm(split, 0.6)
-    assert torch.equal(layer.weight, before)  # type: ignore[arg-type]
 
 
 def test_options_refuse_what_does_not_hold() -> None:

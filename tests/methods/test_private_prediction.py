@@ -30,7 +30,7 @@ from dpdist.methods.private_prediction import (
     clip_logits,
 )
 from dpdist.privacy.budget import read_budgets
-from dpdist.privacy.ledger import Ledger, QueriesExhausted
+from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import GaussianAnswers, GaussianSteps, Phase
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.folder import RunFolder, read_verified_ledger
@@ -141,23 +141,6 @@ def test_epsilon_is_that_of_one_gaussian() -> None:
 
 
 # ---- counting
-
-
-def test_the_ledger_counts_before_and_no_further(tmp_path: Path) -> None:
-    plan, path = plan_of(1.0, queries=2), tmp_path / "ledger.jsonl"
-    with Ledger.open(path, plan.fingerprint()) as ledger:
-        assert ledger.record_query("aa" * 32, plan) == 0
-        assert Ledger.read(path).num_queries == 1  # durable before there is any noise
-        ledger.record_answer("aa" * 32, [1.0, 2.0])
-        assert ledger.record_query("bb" * 32, plan) == 1
-        with pytest.raises(QueriesExhausted):
-            ledger.record_query("cc" * 32, plan)
-        with pytest.raises(ValueError):
-            ledger.record_query("aa", plan)
-    again = Ledger.read(path)
-    assert again.num_queries == 2 and again.find_answer("aa" * 32) == [1.0, 2.0]
-    assert again.find_answer("bb" * 32) is None  # it was lost, and stays counted
-    assert again.released_phases(plan) == plan.phases  # all of them are charged from the beginning
 
 
 # ---- answers on the run's own ledger
@@ -321,7 +304,7 @@ def test_a_run_answers_and_then_no_more(here: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_copy_that_answers_is_charged_for_itself(here: Any, tmp_path: Path) -> None:
     """A run alone pays for all its answers beforehand. Each copy gives as many, with fresh noise:
-    the budget is charged for both, or refuses the second before it answers."""
+    the budget is charged for both."""
     ceiling = {"budget": "budgets", "budget_ceiling": 60.0}
     raw = {**RAW, "privacy": RAW["privacy"] | ceiling}
     write_recipe(tmp_path, raw, "x.yaml")
@@ -341,9 +324,3 @@ def test_a_copy_that_answers_is_charged_for_itself(here: Any, tmp_path: Path) ->
     oracle(inputs[5:])
     both = (GaussianAnswers(whole[0].noise_multiplier, 3 + 3 + 3),)  # type: ignore[attr-defined]
     assert read_budgets(tmp_path / "budgets")[0].spent == pytest.approx(cost(both, 1400))
-    other = RunFolder(tmp_path / "other")
-    shutil.copytree(folder.path, other.path)
-    shutil.rmtree(tmp_path / "budgets")
-    with pytest.raises(UserError):
-        QueryOracle(recipe, other)(inputs[5:])
-    assert Ledger.read(other.ledger).num_queries == 5  # nothing was asked
