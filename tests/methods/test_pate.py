@@ -406,21 +406,6 @@ def blobs(each: int = 40, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
 # ---- the arithmetic
 
 
-def test_the_ties_are_those_of_the_definition() -> None:
-    points, _ = blobs(8)
-    distances = np.linalg.norm(points[:, None] - points[None], axis=2)
-    np.fill_diagonal(distances, np.inf)
-    near = np.argsort(distances, axis=1)[:, :4]
-    farthest = np.sort(distances, axis=1)[:, 3]
-    width, weights = farthest.mean() / 2, np.zeros((24, 24))
-    for row, found in enumerate(near):
-        weights[row, found] = np.exp(-(distances[row, found] ** 2) / (2 * width**2))
-    weights = (weights + weights.T) / 2
-    degrees = weights.sum(axis=1)
-    expected = weights / np.sqrt(degrees[:, None] * degrees[None])
-    assert np.allclose(similarity_graph(points, 4).toarray(), expected, atol=1e-12)
-
-
 def test_scores_are_zhou_s_closed_form_and_scikit_learn_s_limit() -> None:
     (points, _), alpha = blobs(20), 0.99
     graph, asked, told = similarity_graph(points, 6), np.arange(12), np.arange(12) % 3

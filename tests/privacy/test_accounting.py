@@ -188,22 +188,6 @@ def test_each_plan_has_its_own_coarse_bound():
     assert accounting.coarse_epsilon([few], 1e-5, BOTH[0]) == first
 
 
-@pytest.mark.parametrize("adjacency", BOTH)
-def test_an_approximate_price_is_near_the_price(adjacency):
-    """A calibration starts from it."""
-    event = dpa.SelfComposedDpEvent(GAUSS, 10)
-    value, _ = compute_epsilon([event], 1e-5, adjacency)
-    assert accounting.approximate_epsilon([event], 1e-5, adjacency) == pytest.approx(value, rel=0.3)
-    worse = [dpa.GaussianDpEvent(9.0), event]  # a record takes the worse of two paths
-    assert accounting.approximate_epsilon(worse, 1e-5, adjacency) == (
-        accounting.approximate_epsilon([event], 1e-5, adjacency)
-    )
-
-
-def test_what_has_no_orders_has_no_approximate_price():
-    assert accounting.approximate_epsilon([SAMPLED], 1e-5, BOTH[1]) == math.inf
-
-
 def test_a_search_that_costs_nearly_nothing_has_a_bound_by_rdp():
     """The library takes the logarithm of a divergence that rounds to zero."""
 

@@ -25,7 +25,6 @@ from dpdist.privacy.profiles import (
     pld_from_profiles,
     pointwise_maximum,
     profile_exceeds,
-    upper_hull,
 )
 from dpdist.privacy.selection import TrialDistribution
 
@@ -207,27 +206,6 @@ def test_no_run_at_all_is_an_outcome_too():
 
 
 # --- profiles
-
-
-@hypothesis_settings(200)
-@given(st.integers(0, 2**32), st.integers(2, 400), st.sampled_from([1, 3, 10]))
-def test_the_hull_is_the_slow_one(seed, points, power):
-    random = np.random.default_rng(seed)
-    x = np.cumsum(random.random(points) ** power + 1e-9)
-    y = np.cumsum(random.normal(size=points)) if seed % 2 else -((x - x.mean()) ** 2)
-    y += 1e-3 * random.integers(0, 3, points)
-    kept: list[int] = []
-    for i in range(points):  # Andrew 1979
-        while len(kept) > 1:
-            a, b = kept[-2], kept[-1]
-            if (y[b] - y[a]) * (x[i] - x[b]) > (y[i] - y[b]) * (x[b] - x[a]):
-                break
-            kept.pop()
-        kept.append(i)
-    found = upper_hull(x, y)
-    slow = np.interp(x, x[kept], y[kept])
-    np.testing.assert_allclose(np.interp(x, x[found], y[found]), slow, rtol=1e-12, atol=1e-12)
-    assert (np.diff(np.diff(y[found]) / np.diff(x[found])) < 0).all()
 
 
 def test_a_coarser_grid_says_more_between_its_points_only():

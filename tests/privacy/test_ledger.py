@@ -13,11 +13,9 @@ import pytest
 
 from dpdist.privacy.ledger import (
     Anchor,
-    ChainedJournal,
     Ledger,
     LedgerError,
     ReplayConflict,
-    _parse,
     anchor_path,
 )
 from dpdist.privacy.phases import GaussianAnswers, GaussianSteps
@@ -120,18 +118,6 @@ def test_changed_identity_starts_an_epoch_and_old_ones_never_return(ledger):
     assert reopen(again).begin_attempt(ONE) == 3
 
 
-def test_superseded_attempts_are_charged(ledger):
-    ledger.begin_attempt(ONE)
-    for step in range(10):
-        ledger.record(step, release(step))
-    ledger.begin_attempt({"world_size": "2"})
-    for step in range(5, 20):
-        ledger.record(step, release(step, salt=2))
-    assert ledger.num_superseded == 5
-    assert ledger.guarantee(PLAN).epsilon == pytest.approx(PLAN.guarantee(steps=25).epsilon)
-    assert ledger.guarantee(PLAN).epsilon > PLAN.guarantee(steps=20).epsilon
-
-
 def test_superseded_steps_cost_their_own_phase(path):
     phases = (GaussianSteps(5, 4.0, 0.1), GaussianSteps(5, 1.0, 0.1))
     plan = PrivacyPlan(1000, phases, 1e-4)
@@ -184,19 +170,6 @@ def test_torn_last_line_is_dropped_and_writing_goes_on(ledger):
         assert again.release_counts == {0: 1, 1: 1}
         assert again.record(2, release(2)) == "new"
     assert ledger.path.read_bytes() == raw
-
-
-def test_a_crash_at_any_byte_loses_only_the_unfinished_line(ledger):
-    ledger.begin_attempt(ONE)
-    for step in range(4):
-        ledger.record(step, release(step))
-    raw = ledger.path.read_bytes()
-    ends = [i + 1 for i, byte in enumerate(raw) if byte == ord("\n")]
-    for cut in range(len(raw) + 1):
-        for tail in (b"", bytes(7)):
-            records, _, intact = _parse(raw[:cut] + tail, ledger.path)
-            assert len(records) == sum(end <= cut for end in ends)
-            assert intact == max((end for end in ends if end <= cut), default=0)
 
 
 def whole(ledger) -> list[bytes]:
@@ -302,19 +275,6 @@ def test_killed_at_any_moment_the_ledger_opens_again(path):
             process.kill()
             said = [said, *process.stdout.read().splitlines()][-1]
         assert len(Ledger.read(path).release_counts) >= int(said.split()[-1])
-
-
-@pytest.mark.parametrize("lines", [1, 2])
-def test_a_journal_of_another_version_is_refused(tmp_path, monkeypatch, lines):
-    path = tmp_path / "old.jsonl"
-    with monkeypatch.context() as patch:
-        patch.setattr("dpdist.privacy.ledger._VERSION", 1)
-        with closing(ChainedJournal.open(path, "plan", {})) as journal:
-            for _ in range(lines - 1):
-                journal.append({"a": 1})
-    for opened in (ChainedJournal.read, lambda *asked: ChainedJournal.open(*asked, {})):
-        with pytest.raises(LedgerError):
-            opened(path, "plan")
 
 
 def test_another_plan_is_refused(ledger):

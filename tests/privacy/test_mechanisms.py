@@ -15,25 +15,8 @@ from dpdist.papers.stobatch import dpal as dpal_claims
 from dpdist.papers.transdenoiser.method import mixed_gaussian_added_std
 from dpdist.privacy import mechanisms as m
 
+
 # Delta 1, delta 1e-5: epsilon, analytic, extended, classical formula
-TABLE = [
-    (0.1, 30.7496, 47.6174, 48.4481),
-    (0.5, 7.0318, 9.6066, 9.6896),
-    (1.0, 3.7306, 4.8542, 4.8448),
-    (2.0, 1.9938, 2.4766, 2.4224),
-    (4.0, 1.0812, 1.2851, 1.2112),
-    (8.0, 0.6002, 0.6851, 0.6056),
-    (10.0, 0.4999, 0.5638, 0.4845),
-]
-
-
-@pytest.mark.parametrize(("epsilon", "analytic", "extended", "classical"), TABLE)
-def test_table_of_scales(epsilon, analytic, extended, classical):
-    assert m.analytic_gaussian_scale(epsilon, 1e-5) == pytest.approx(analytic, abs=6e-5)
-    assert m.extended_gaussian_scale(epsilon, 1e-5) == pytest.approx(extended, abs=6e-5)
-    assert m.classical_gaussian_formula(epsilon, 1e-5) == pytest.approx(classical, abs=6e-5)
-
-
 def test_classical_formula_breaks_and_is_refused_above_one():
     assert m.gaussian_delta(8.0, m.classical_gaussian_formula(8.0, 1e-5)) == pytest.approx(
         8.0e-6, rel=0.01

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
-from typing import ClassVar
 
-import dp_accounting as dpa
 import pytest
 
-from dpdist.papers.pate.claims import confident_gnmax_epsilon
 from dpdist.privacy import phases
-from dpdist.privacy.budget import Charge, RenyiFilter
-from dpdist.privacy.card import build_card
 from dpdist.privacy.phases import (
     FixedBatches,
     GaussianAnswers,
@@ -25,7 +19,6 @@ from dpdist.privacy.phases import (
     NoisyVotes,
     NonPrivate,
     ParallelParts,
-    Phase,
     RepeatAndSelect,
     ScoredTraining,
     TrainedElsewhere,
@@ -163,48 +156,6 @@ def test_steps_and_releases_repeat_in_one_phase_and_order_themselves():
     assert CAPPED.dominated_by(CAPPED) and not CAPPED.dominated_by(RELEASE)
 
 
-@dataclass(frozen=True)
-class Votes(Phase):
-    """Noisy votes of teachers, composed exactly: the whole of what a new kind has to say."""
-
-    kind: ClassVar[str] = "votes"
-    queries: int
-    answers: int
-    noise: float
-
-    def events(self, records: int) -> list[dpa.DpEvent]:
-        m = math.sqrt(self.queries + 2 * self.answers) / self.noise
-        return [dpa.GaussianDpEvent(1 / m)]
-
-    @property
-    def description(self) -> str:
-        return f"{self.queries} noisy votes"
-
-    @property
-    def assumptions(self) -> tuple[str, ...]:
-        return ("one record changes the vote of one teacher",)
-
-
-def test_a_new_kind_is_one_class_and_one_line(monkeypatch):
-    monkeypatch.setitem(phases.KINDS, Votes.kind, Votes)  # the line of the catalog
-    votes = Votes(40, 10, 30.0)
-    plan = PrivacyPlan(1000, (votes, GaussianSteps(5, 2.0, 0.1)), 1e-5)
-    assert PrivacyPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
-    charge = Charge.for_plan("a", "b", plan, plan.phases)
-    assert Charge.from_dict(charge.to_dict()).phases == plan.phases
-    alone = PrivacyPlan(1000, (votes,), 1e-5)
-    exact = confident_gnmax_epsilon(1e-5, 40, 10, 30.0, 30.0)
-    assert exact <= alone.guarantee().epsilon < 1.001 * exact
-    assert plan.guarantee(0).epsilon == alone.guarantee().epsilon  # charged from the beginning
-    assert votes.assumptions[0] in plan.assumptions and plan.steps == 5
-    assert build_card(alone)["mechanism"] == ["40 noisy votes"]
-    search = RepeatAndSelect((ParallelParts(((votes,), (STEPS,))),), 3.0, 1.0)
-    searched = PrivacyPlan(1000, (search,), 1e-5)
-    assert searched.guarantee().epsilon > exact
-    ceiling = RenyiFilter.for_ceiling(4.0, 1e-5, "add-or-remove-one")
-    assert 0 < ceiling.cost((votes,), 1000) < ceiling.cost((votes, STEPS), 1000)
-
-
 def test_scores_beside_a_training_are_charged_from_the_beginning():
     steps, looks = GaussianSteps(6, 1.0, 0.2), GaussianScores(3.0, 3, records=40)
     scored = ScoredTraining(((steps,), (looks,)))
@@ -220,13 +171,3 @@ def test_scores_beside_a_training_are_charged_from_the_beginning():
     for parts in ((), ((steps,),), ((looks,), (looks,)), ((steps, steps), (looks,))):
         with pytest.raises(ValueError):
             ScoredTraining(parts)
-
-
-def test_a_card_of_scores_is_made_again_from_its_phases():
-    plan = PrivacyPlan(
-        1000, (ScoredTraining(((STEPS,), (GaussianScores(9.0, 2, records=7),))),), 1e-5
-    )
-    card = build_card(plan)
-    again = PrivacyPlan.from_dict(json.loads(json.dumps(card["accounted"])))
-    assert again == plan and build_card(again) == card
-    assert card["guarantee"]["epsilon"] == plan.guarantee().epsilon

@@ -9,7 +9,6 @@ import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dp_accounting.rdp import RdpAccountant
-from scipy import stats
 from support.mechanisms import log_pmf
 
 from dpdist.privacy.accounting import compose_rdp, selection_rdp
@@ -59,22 +58,6 @@ def test_means_a_little_above_one(shape, excess):
     cost = search_guarantee(releases, distribution, records=1000, delta=1e-5).epsilon
     nearly = search_guarantee(releases, TrialDistribution(1.06, shape), records=1000, delta=1e-5)
     assert PrivacyPlan(1000, releases, 1e-5).guarantee().epsilon < cost <= nearly.epsilon
-
-
-def test_special_cases_are_the_textbook_laws():
-    for k in (1, 2, 5, 40):
-        assert math.exp(log_pmf(TrialDistribution(8.0, 1.0), k)) == pytest.approx(
-            stats.geom.pmf(k, 1 / 8)
-        )
-        log = TrialDistribution(8.0, 0.0)
-        assert math.exp(log_pmf(log, k)) == pytest.approx(stats.logser.pmf(k, 1 - log.gamma))
-        assert math.exp(log_pmf(TrialDistribution(8.0, math.inf), k)) == pytest.approx(
-            stats.poisson.pmf(k, 8.0)
-        )
-    assert truncated_nb_mean(1.0, math.log(0.1)) == pytest.approx(10)
-    assert truncated_nb_mean(1e-9, math.log(0.1)) == pytest.approx(
-        truncated_nb_mean(0.0, math.log(0.1)), rel=1e-6
-    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)

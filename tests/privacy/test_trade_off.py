@@ -21,21 +21,6 @@ def plan(noise: float, rate: float, steps: int = 1, adjacency="add-or-remove-one
     )
 
 
-@pytest.mark.parametrize(
-    "curve",
-    [
-        audit_bounds.gaussian_tradeoff(1.3),
-        audit_bounds.approximate_dp_tradeoff(1.0, 0.01),
-        audit_bounds.plan_tradeoff(plan(0.8, 0.1, 20)),
-        audit_bounds.group_tradeoff(audit_bounds.approximate_dp_tradeoff(0.5, 1e-3), 3),
-    ],
-)
-def test_curves_are_convex_non_decreasing_and_below_the_diagonal(curve):
-    values = curve(GRID)
-    assert (values >= 0).all() and (values <= GRID + 1e-12).all()
-    assert (np.diff(values) >= -1e-12).all() and (np.diff(values, 2) >= -1e-9).all()
-
-
 @pytest.mark.parametrize(("adjacency", "mu"), [("add-or-remove-one", 1.25), ("replace-one", 2.5)])
 def test_a_full_batch_plan_has_the_gaussian_curve(adjacency, mu):
     got = audit_bounds.plan_tradeoff(plan(0.8, 1.0, adjacency=adjacency))(GRID)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from support.settings import sets
 
 from dpdist.runs.archive import publishable_files
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import load_recipe
 from dpdist.tuning.manifest import SearchFolder, read_trials
 
 RECIPE = {
@@ -161,19 +159,3 @@ def test_a_refused_command_leaves_nothing(dpdist, tmp_path):
     dpdist("run", recipe, code=2)
     dpdist("release", "small", code=2)
     assert files(tmp_path) == {"small.yaml"}
-
-
-def test_a_training_removes_what_a_killed_one_left(dpdist, tmp_path):
-    """Files that it was writing aside, which may hold half a checkpoint."""
-    run = tmp_path / "runs" / "small"
-    process = subprocess.Popen(["true"])
-    process.wait()
-    name = f".state.safetensors.{process.pid}-0123abcd"
-    left = [run / "private" / name, run / "private" / "checkpoints" / "step-00000001" / name]
-    asked = write(tmp_path)
-    RunFolder(run).create_or_open(load_recipe(asked))
-    for path in left:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("half")
-    dpdist("run", "--until", "train", asked)
-    assert not any(path.exists() for path in left)

@@ -20,7 +20,6 @@ from support.local_execution import run_without_ray
 from support.training import make
 
 from dpdist import models, pipeline
-from dpdist.attacks.settings import AttackSettings
 from dpdist.audits.membership import Membership
 from dpdist.audits.target import target_of_recipe
 from dpdist.audits.trainings import ManyRunsJob
@@ -34,10 +33,6 @@ pytestmark = pytest.mark.e2e
 
 PATHS = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 SETTINGS = Cohen(sigma=0.25, n0=10, n=60, batch=10, seed="5")
-ATTACK = AttackSettings(
-    norm="l2", sizes=(0.2, 1.0), attacks=("pgd",), steps=2, batch=4, seed="5", n=100, samples=2,
-    sigma=0.25,
-)  # fmt: skip
 
 
 class Images(certificates.Data):
@@ -111,15 +106,6 @@ def test_a_killed_driver_loses_nothing(ray_session: None, model: Path, tmp_path:
     with here():
         reference = certificates.certify(model, Images(), SETTINGS, tmp_path / "here")
     assert found.to_pylist() == reference.to_pylist() and found.num_rows == 4
-
-
-def test_an_attack_on_ray_finds_what_one_process_finds(ray_session: None, tmp_path: Path) -> None:
-    model, spec = tmp_path / "model", models.ModelSpec("linear", (3, 32, 32), 3)
-    models.save(models.initialize(spec, 0), spec, model)
-    found = certificates.attack_model(model, Images(), ATTACK, tmp_path / "ray", actors=1)
-    with here():
-        reference = certificates.attack_model(model, Images(), ATTACK, tmp_path / "here")
-    assert found.to_pylist() == reference.to_pylist() and found.num_rows == 4 * 3
 
 
 def test_trainings_on_ray_are_those_of_one_process(ray_session: None, tmp_path: Path) -> None:
