@@ -155,39 +155,33 @@ def test_a_round_descends_the_softmax_loss() -> None:
 # ---- what a training releases
 
 
-class Released:
-    """Wraps the loop's noise: the sums, and what was released of them."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.found: list[tuple[np.ndarray, np.ndarray, bytes, float]] = []
-        real = private_step.add_noise
-
-        def watched(total: np.ndarray, key: bytes, std: float, *given: Any) -> np.ndarray:
-            summed = total.copy()
-            noisy = real(total, key, std, *given)
-            self.found.append((summed, noisy.copy(), key, std))
-            return noisy
-
-        patch.setattr(private_step, "add_noise", watched)
-
-
 PARTS = (0.05, 0.25, 0.35, 0.35)  # of mu^2, by default, in two rounds
 
 
 def test_each_sum_has_the_plans_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job, seen = job_of(tmp_path, privacy__noise_multiplier=3.0), Released(monkeypatch)
+    found: list[tuple[np.ndarray, np.ndarray, bytes, float]] = []
+    real = private_step.add_noise
+
+    def watched(total: np.ndarray, key: bytes, std: float, *given: Any) -> np.ndarray:
+        summed = total.copy()
+        noisy = real(total, key, std, *given)
+        found.append((summed, noisy.copy(), key, std))
+        return noisy
+
+    monkeypatch.setattr(private_step, "add_noise", watched)
+    job = job_of(tmp_path, privacy__noise_multiplier=3.0)
     execute(job)
     size = sums().size
     outer = size * (size + 1) // 2 + size * CLASSES
-    assert [len(total) for total, *_ in seen.found] == [size - 1, outer, *[size * CLASSES] * 2]
-    for (total, noisy, _, std), part in zip(seen.found, PARTS, strict=True):
+    assert [len(total) for total, *_ in found] == [size - 1, outer, *[size * CLASSES] * 2]
+    for (total, noisy, _, std), part in zip(found, PARTS, strict=True):
         assert std == pytest.approx(3.0 / math.sqrt(part))
         # 5 standard deviations of the estimate: 6e-7; 3/2 and 2/3 of the noise are far beyond.
         measured = float(np.std(noisy - total)) / (3.0 / math.sqrt(part))
         assert abs(measured - 1) < 5 / math.sqrt(2 * len(total)) < 1 / 2
-    wide = seen.found[1]
+    wide = found[1]
     assert 5 / math.sqrt(2 * len(wide[0])) < 0.1
-    assert len({key for _, _, key, _ in seen.found}) == 4
+    assert len({key for _, _, key, _ in found}) == 4
     assert Ledger.read(job.folder.ledger).release_counts == dict.fromkeys(range(4), 1)
 
 

@@ -18,7 +18,7 @@ from dpdist.privacy.ledger import (
     ReplayConflict,
     anchor_path,
 )
-from dpdist.privacy.phases import GaussianAnswers, GaussianSteps
+from dpdist.privacy.phases import GaussianAnswers
 from dpdist.privacy.plan import PrivacyPlan
 
 PLAN = PrivacyPlan.dp_sgd(records=1000, batch_size=50, noise_multiplier=1.5, steps=40, delta=1e-4)
@@ -116,19 +116,6 @@ def test_changed_identity_starts_an_epoch_and_old_ones_never_return(ledger):
     assert again.begin_attempt(ONE) == 2
     assert again.new_epoch("forced") == 3
     assert reopen(again).begin_attempt(ONE) == 3
-
-
-def test_superseded_steps_cost_their_own_phase(path):
-    phases = (GaussianSteps(5, 4.0, 0.1), GaussianSteps(5, 1.0, 0.1))
-    plan = PrivacyPlan(1000, phases, 1e-4)
-    with Ledger.open(path, plan.fingerprint()) as ledger:
-        ledger.begin_attempt(ONE)
-        for step in range(10):
-            ledger.record(step, release(step))
-        ledger.new_epoch("again")
-        ledger.record(9, release(9, salt=1))
-        expected = PrivacyPlan(1000, (phases[0], GaussianSteps(6, 1.0, 0.1)), 1e-4)
-        assert ledger.guarantee(plan).epsilon == expected.guarantee().epsilon
 
 
 def test_what_a_process_releases_stands_behind_its_own_nonce(path):
