@@ -14,7 +14,7 @@ from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import ParameterPerturbation, Perturbation
 from dpdist.methods.base import Method, MethodState
 from dpdist.methods.dp_sgd import DPSGD, DPlis
-from dpdist.privacy.plan import StepPlan
+from dpdist.privacy.plan import PrivacyPlan
 
 KEY = bytes(range(32))
 
@@ -67,16 +67,12 @@ def test_theorem_three_is_attained_up_to_a_constant():
 
 def test_draws_have_the_scale_of_the_papers_mnist_setting() -> None:
     """eta/L = 6e-4, sigma 1.1, C 1 (DPlis, Table 1)."""
-    step = StepPlan(
-        noise_multiplier=1.1,
-        sample_rate=256 / 60_000,
-        expected_batch=256.0,
-        clip_norm=1.0,
-        batch_cap=None,
+    plan = PrivacyPlan.dp_sgd(
+        records=60_000, batch_size=256, noise_multiplier=1.1, steps=1, delta=1e-5
     )
 
     def draws_of(method: Method) -> Perturbation:
-        return method.execution().perturbation(step, 0.1536, MethodState(nn.Identity()))
+        return method.execution().perturbation(plan.step(0), 0.1536, MethodState(nn.Identity()))
 
     draws = draws_of(DPlis())
     assert (draws.count, draws.per_example) == (10, False)

@@ -8,8 +8,6 @@ taken from the batch) is planted, and must be found.
 from __future__ import annotations
 
 import math
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,13 +19,11 @@ from torch import Tensor, nn
 from dpdist import models
 from dpdist.attacks.gradient_attacks import Ball, distance
 from dpdist.certification.worker import combined_noise_of_model
-from dpdist.gradients import perturbations
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.gradients.sampling import Blocks
 from dpdist.methods.base import MethodState
 from dpdist.models import ModelSpec
-from dpdist.papers.stobatch import stobatch_draws
 from dpdist.papers.stobatch.stobatch import StoBatch
 from dpdist.papers.stobatch.stobatch_draws import AdversarialDraws
 from dpdist.randomness.noise_location import (
@@ -105,30 +101,6 @@ def test_examples_lie_in_their_ball_and_lead_away_from_the_predicted_class(norm,
         return float((answers == predicted).double().mean())
 
     assert kept(found) < kept(inputs) - 0.15 and kept(found) < kept(chance) - 0.1
-
-
-def test_what_is_drawn_in_a_step_is_drawn_by_keys_of_its_own(monkeypatch) -> None:
-    """Size, attack, start, three draws of the attack's noise; two noises of record and example."""
-    draws, (inputs, targets, ids) = draws_of(network(), split=0.5, eot=3), batch(4)
-    engine = engine_of(draws.model, draws)
-    engine.clipped_sum(inputs, targets, draw_key=key(0), record_ids=ids)  # tries invented examples
-    seen: list[tuple[object, ...]] = []
-
-    def spied(module: ModuleType, name: str, about: slice) -> None:
-        real = getattr(module, name)
-
-        def spy(*given: Any) -> Any:
-            seen.append(given[about])
-            return real(*given)
-
-        monkeypatch.setattr(module, name, spy)
-
-    spied(stobatch_draws, "stream_words", slice(0, 1))
-    spied(stobatch_draws, "keyed_hash", slice(0, 1))
-    spied(stobatch_draws, "standard_normal_per_record", slice(0, 3))
-    spied(perturbations, "standard_normal_per_record", slice(0, 3))
-    engine.clipped_sum(inputs, targets, draw_key=key(1), record_ids=ids)
-    assert len(set(seen)) == 1 + 1 + 1 + 3 + 2 * 2
 
 
 # ---- of one record alone

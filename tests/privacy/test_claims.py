@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
 from support.mechanisms import heterogeneous_std
 
-import dpdist
 from dpdist.papers import composition
 from dpdist.papers.pate import claims as votes_of_pate
 from dpdist.papers.published import published_claims
@@ -253,16 +251,3 @@ def test_the_cost_of_votes_is_above_every_neighbor_s_renyi_divergence(votes):
             there = argmax_law(changed, std)
             for order, most in zip(orders, bound, strict=True):
                 assert max(renyi(own, there, order), 0.0) <= most + 1e-7
-
-
-def test_nothing_plans_or_charges_by_votes_or_by_advanced_composition():
-    """The functions are named beside the papers alone, which nothing imports."""
-    folder = Path(dpdist.__file__).parent
-    names = ("data_dependent_", "advanced_")
-    users = {
-        str(path.relative_to(folder.parent))
-        for room in ("dpdist", "tuning", "cluster")
-        for path in (folder.parent / room).rglob("*.py")
-        if any(name in path.read_text() for name in names)
-    }
-    assert users == {"dpdist/papers/composition.py", "dpdist/papers/pate/claims.py"}

@@ -184,20 +184,6 @@ def test_multivariate_noise_generalizes_hgm_and_transdenoiser_s_theorem_does_not
     assert m.gaussian_delta(1.0, sigma, own) <= 1e-5
 
 
-@pytest.mark.parametrize(
-    ("noise", "bounds"),
-    [
-        ([[1.0, 0.5], [0.0, 1.0]], 1.0),
-        ([[1.0, 2.0], [2.0, 1.0]], 1.0),
-        (np.full((2, 2), np.nan), 1.0),
-        (np.eye(2), 0.0),
-    ],
-)
-def test_what_is_no_covariance_is_refused(noise, bounds):
-    with pytest.raises(ValueError):
-        m.mahalanobis_sensitivity(noise, bounds)
-
-
 def test_a_direction_without_noise_costs_everything():
     thin = np.outer([1.0, 2.0, 2.0], [1.0, 2.0, 2.0])
     assert m.mahalanobis_sensitivity(thin, 1.0) == math.inf

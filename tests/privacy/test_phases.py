@@ -42,9 +42,6 @@ FINGERPRINTS = {
     "15c465a0043ee4178d46dffade89259e77a2297615561dcf8d7452459bb9b484": PrivacyPlan(
         1000, (CAPPED,), 1e-5, 0.5, "replace-one"
     ),
-    "70c85c6dd1f825cd2cf303fcdfdc4427cd092945820ffe0278386574b41817dc": PrivacyPlan(
-        1000, (RELEASE, GaussianSteps(7, 1.5, 0.05)), 1e-4, 2.0
-    ),
     "07e3c6151d5932ca99287cc3743ce8dd808e3e7ed8105aac7de61ca752ebfcbd": PrivacyPlan(
         100,
         (NonPrivate("r reads private records"), GaussianSteps(3, 0.0, 0.1)),
@@ -59,14 +56,6 @@ FINGERPRINTS = {
     ),
     "c4390495f236f4a69a3fb9a5a5778ffb08d7a9eedae2597e39a501f23fd95801": PrivacyPlan(
         9000, (RepeatAndSelect((OWN_NOISE,), 3.5, -0.5), GaussianReleases(9.0)), 1e-5
-    ),
-    "eaccfb2d3c9089d15ddf54bf6f6bdbeb626529f76893a086d30f275128085c39": PrivacyPlan(
-        500,
-        (
-            WorstOf(((STEPS,), (GaussianReleases(1.0, 2),))),
-            ParallelParts(((CAPPED,), (STEPS,))),
-        ),
-        1e-6,
     ),
     "ee4612f4a4935e810cd7809adef3a87a01048926cb0a9478fec4547637f7a704": PrivacyPlan(
         1000, (GaussianAnswers(10.0, 100),), 1e-5, nominal=True

@@ -10,7 +10,6 @@ from scipy import stats
 
 from dpdist.poisoning import certificates
 from dpdist.poisoning.certificates import PrivatePoisoningBound, compose_vote_plans
-from dpdist.privacy import audit_bounds
 from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
 
@@ -84,19 +83,6 @@ def test_what_is_needed_leaves_more_than_the_target(sampled: PrivatePoisoningBou
         assert left(needed) > target >= left(needed - 1e-9)
 
 
-def test_exact_groups_are_no_worse_than_one_record_after_the_other(
-    sampled: PrivatePoisoningBound,
-) -> None:
-    one = audit_bounds.plan_tradeoff(SAMPLED)
-    assert one is not None
-    stepwise = audit_bounds.group_tradeoff(one, 3)
-    needed = sampled.required_probability(3)
-    assert float(stepwise(np.float64(needed))) <= 0.5 + 1e-6
-    replaced = PrivacyPlan(1000, SAMPLED.phases, 1e-5, adjacency="replace-one")
-    several = [PrivatePoisoningBound(replaced).required_probability(k) for k in range(4)]
-    assert several == sorted(several) and several[1] > sampled.required_probability(1)
-
-
 def test_where_nothing_is_proved_nothing_is_withstood(sampled: PrivatePoisoningBound) -> None:
     free = PrivacyPlan(1000, (GaussianSteps(5, 0.0, 0.1),), 1e-5)
     with pytest.raises(ValueError):
@@ -110,13 +96,6 @@ def test_votes_cost_all_their_trainings() -> None:
     plan = gaussian(0.25)
     whole = compose_vote_plans(plan, 9)
     assert whole.guarantee().epsilon == pytest.approx(gaussian(0.75).guarantee().epsilon, rel=1e-3)
-
-
-def test_tiny_epsilons_end() -> None:
-    # So much noise withstands thousands of changes: nobody waits for all of them.
-    poisoned = PrivatePoisoningBound(PrivacyPlan(1000, (GaussianSteps(1, 1e4, 1.0),), 1e-5))
-    poisoned._needed[0.5] = [0.5] * 1001
-    assert poisoned.max_changes(0.9) == 1000
 
 
 def test_large_groups_are_made_of_smaller_ones(monkeypatch: pytest.MonkeyPatch) -> None:
