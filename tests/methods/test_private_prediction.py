@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 import torch
 from methods.test_pate import what_leaves
-from scipy.optimize import brentq
-from scipy.stats import chi2, norm
+from scipy.stats import chi2
 from support.local_execution import Done, command, run_without_ray
 from support.recipes import write_recipe
 from support.training import make
@@ -31,6 +30,7 @@ from dpdist.methods.private_prediction import (
 )
 from dpdist.privacy.budget import read_budgets
 from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.mechanisms import gaussian_epsilon
 from dpdist.privacy.phases import GaussianAnswers, GaussianSteps, Phase
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.folder import RunFolder, read_verified_ledger
@@ -112,16 +112,6 @@ def test_the_noise_is_the_plans() -> None:
 # ---- what it costs
 
 
-def gaussian_epsilon(mu: float, delta: float) -> float:
-    """Balle and Wang 2018, Theorem 8, for one Gaussian of sensitivity / noise mu."""
-
-    def over(eps: float) -> float:
-        tail = norm.logcdf(-eps / mu - mu / 2) + eps
-        return norm.cdf(mu / 2 - eps / mu) - math.exp(tail) - delta
-
-    return float(brentq(over, 0, 500))
-
-
 def test_epsilon_is_that_of_one_gaussian() -> None:
     teachers, bound, std, queries = 7, 2, 3, 13
     mu = 2 * bound * math.sqrt(queries) / (teachers * std)
@@ -132,15 +122,13 @@ def test_epsilon_is_that_of_one_gaussian() -> None:
     assert one.noise_std(plan, teachers) == pytest.approx(std)
     assert plan.steps == 0 and plan.num_queries == queries
     found = plan.guarantee()
-    assert found.epsilon == pytest.approx(gaussian_epsilon(mu, 1e-5), rel=1e-3)
+    exact, twice = (float(gaussian_epsilon(1e-5, 1.0, each)) for each in (mu, 2 * mu))
+    assert found.epsilon == pytest.approx(exact, rel=1e-3)
     assert found.relation == "add-or-remove-one"  # nothing follows the number of records
     # A record in place of another changes two teachers.
     replaced = PrivacyPlan(1400, phases, 1e-5, adjacency="replace-one", nominal=True)
-    assert replaced.guarantee().epsilon == pytest.approx(gaussian_epsilon(2 * mu, 1e-5), rel=1e-3)
+    assert replaced.guarantee().epsilon == pytest.approx(twice, rel=1e-3)
     assert PrivacyPlan.from_dict(plan.to_dict()) == plan
-
-
-# ---- counting
 
 
 # ---- answers on the run's own ledger
