@@ -11,7 +11,10 @@ from torch import nn
 
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.perturbations import ParameterPerturbation
+from dpdist.gradients.perturbations import ParameterPerturbation, Perturbation
+from dpdist.methods.base import Method, MethodState
+from dpdist.methods.dp_sgd import DPSGD, DPlis
+from dpdist.privacy.plan import PrivacyPlan
 
 KEY = bytes(range(32))
 
@@ -60,3 +63,21 @@ def test_theorem_three_is_attained_up_to_a_constant():
     exact = 2 * rate * clip / n * ((1 + rate * beta) ** steps - 1) / (rate * beta)
     assert exact == pytest.approx(abs(theta - other), rel=0.05)
     assert bound / 3 < abs(theta - other) <= exact < bound
+
+
+def test_draws_have_the_scale_of_the_papers_mnist_setting() -> None:
+    """eta/L = 6e-4, sigma 1.1, C 1 (DPlis, Table 1)."""
+    plan = PrivacyPlan.dp_sgd(
+        records=60_000, batch_size=256, noise_multiplier=1.1, steps=1, delta=1e-5
+    )
+
+    def draws_of(method: Method) -> Perturbation:
+        return method.execution().perturbation(plan.step(0), 0.1536, MethodState(nn.Identity()))
+
+    draws = draws_of(DPlis())
+    assert (draws.count, draws.per_example) == (10, False)
+    assert draws.std == pytest.approx(6.6e-3)
+    assert draws.gradient_weight == pytest.approx(0.1)
+    assert draws_of(DPlis(aggregate="sum")).gradient_weight == 1
+    control = draws_of(DPSGD(gradient_scale=10))
+    assert (control.count, control.gradient_weight) == (1, 10)

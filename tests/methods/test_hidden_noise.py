@@ -14,10 +14,8 @@ from scipy import stats
 from torch import nn
 
 from dpdist import models
-from dpdist.certification.operator_norms import l2_to_l2
 from dpdist.gradients.sampling import poisson_sample
 from dpdist.models import ModelSpec, SplitModel
-from dpdist.models.noise import first_layer_norm_bound, project_first_layer_norm
 from dpdist.papers.secure_sgd import shares as hidden_noise_shares
 from dpdist.papers.secure_sgd.method import HGMPixelDP, PixelDP, Redistribution, SecureSGD
 from dpdist.privacy.phases import GaussianReleases, GaussianSteps, NonPrivate
@@ -36,7 +34,6 @@ def records(count: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_noise_scale_is_the_mechanisms() -> None:
-    # PixelDP's own defaults: sqrt(2 ln(1.25 / 0.05)) * 0.1 = 0.2537.
     assert PixelDP().noise_scale(784) == pytest.approx(0.1 * math.sqrt(2 * math.log(25)))
     assert PixelDP(norm="linf").noise_scale(784) == pytest.approx(28 * PixelDP().noise_scale(784))
     assert PixelDP(sensitivity=2.0).noise_scale(784) == 2 * PixelDP().noise_scale(784)
@@ -48,24 +45,8 @@ def test_noise_scale_is_the_mechanisms() -> None:
     assert analytic == pytest.approx(1.0812, abs=1e-4)
 
 
-def test_threads_add_up_the_powers_of_records_in_one_order() -> None:
-    """Two threads gave an equal pass of 127 records, each looked up at 2,050 places, other sums."""
-
-    class Seen(nn.Module):
-        ordered: bool | None = None
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            Seen.ordered = torch.are_deterministic_algorithms_enabled()
-            return hidden
-
-    split, (inputs, labels) = split_of(nn.Sequential(nn.Linear(36, 3), Seen())), records(7)
-    hidden_noise_shares.clipped_powers(split, inputs.flatten(1), labels, 1.0, 1.0)
-    assert Seen.ordered
-    assert not torch.are_deterministic_algorithms_enabled()
-
-
-@pytest.mark.parametrize("beta", [1.0, 2.0])
-def test_equation_7_against_one_example_at_a_time(beta: float) -> None:
+def test_equation_7_against_one_example_at_a_time() -> None:
+    beta = 2.0
     split, (inputs, labels) = split_of(), records(7)
     expected = torch.zeros(split.hidden_shape(SPEC.input_shape), dtype=torch.float64)
     for x, y in zip(inputs, labels, strict=True):
@@ -83,40 +64,13 @@ def test_equation_7_against_one_example_at_a_time(beta: float) -> None:
     assert float(std.double().square().mean().sqrt()) == pytest.approx(0.3)
 
 
-def test_one_record_moves_the_paid_sum_by_at_most_its_clip_and_the_unclipped_by_more() -> None:
-    split, (inputs, labels) = split_of(), records()
-    inputs[-1] *= 200  # an outlier
-
-    def moved(clip_norm: float) -> float:
-        with_record = hidden_noise_shares.clipped_powers(split, inputs, labels, 1.0, clip_norm).sum(
-            0
-        )
-        without = hidden_noise_shares.clipped_powers(
-            split, inputs[:-1], labels[:-1], 1.0, clip_norm
-        ).sum(0)
-        return float((with_record - without).norm())
-
-    assert 0.9e-2 < moved(1e-2) <= 1e-2 * (1 + 1e-9)
-    assert moved(1e9) > 1e-2
-    # A record without a finite gradient counts as nothing.
-    inputs[0] = torch.nan
-    assert bool(
-        hidden_noise_shares.clipped_powers(split, inputs, labels, 1.0, 1e-2).isfinite().all()
-    )
-
-
-@pytest.mark.parametrize("model", ["hgm-cnn", "small-cnn"])
 def test_one_record_moves_the_whole_paid_sum_by_no_more_than_its_noise_is_for(
-    monkeypatch: pytest.MonkeyPatch, model: str
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Records run in passes of one shape, each with the same others: without one record no other
     changes a bit, where passes as they came moved the sum by 2e-7 clip norms more than one."""
     count, clip = 300, 1e-3
-    options = {"filters": [3], "kernels": [3], "strides": [2]} if model == "hgm-cnn" else {}
-    spec = ModelSpec(model, (1, 8, 8), 3, options)
-    generator = torch.Generator().manual_seed(2)
-    inputs = torch.rand(count, 1, 8, 8, generator=generator)
-    labels = torch.randint(0, 3, (count,), generator=generator)
+    inputs, labels = records(count)
 
     class Records:
         def __len__(self) -> int:
@@ -140,8 +94,8 @@ def test_one_record_moves_the_whole_paid_sum_by_no_more_than_its_noise_is_for(
     privacy = SimpleNamespace(nominal_records=None)
     setup: Any = SimpleNamespace(
         recipe=SimpleNamespace(privacy=privacy, resources=SimpleNamespace(rounding="standard")),
-        spec=spec, private_records=Records(),
-        key=b"k" * 32, build_initial_model=lambda: models.initialize(spec, 0),
+        spec=SPEC, private_records=Records(),
+        key=b"k" * 32, build_initial_model=lambda: models.initialize(SPEC, 0),
     )  # fmt: skip
     section = Redistribution(source="paid", clip_norm=clip)
 
@@ -166,43 +120,15 @@ def test_the_paid_sum_has_its_noise() -> None:
     assert stats.kstest(values, stats.norm(scale=2.0).cdf).pvalue > 1e-4
     for wrong in (2.0 * 2 / 3, 2.0 * 3 / 2):
         assert stats.kstest(values, stats.norm(scale=wrong).cdf).pvalue < 1e-4
-    assert (
-        float(
-            hidden_noise_shares.noised_powers(torch.zeros(999).double(), bytes(32), 5.0, 0.4).min()
-        )
-        == 0
-    )
-
-
-LAYERS = [
-    (nn.Conv2d(1, 4, 5, stride=2, padding=2), (1, 9, 9)),
-    (nn.Conv2d(2, 6, 3, stride=1, padding=1), (2, 6, 6)),
-    (nn.Conv2d(2, 4, 3, padding=2, dilation=2, stride=2), (2, 7, 7)),
-    (nn.Conv2d(2, 4, 3, groups=2), (2, 6, 6)),
-    (nn.Linear(12, 5), (12,)),
-]
-
-
-@pytest.mark.parametrize(("layer", "shape"), LAYERS)
-def test_the_quick_bound_is_one_and_keeps_the_layer(layer: nn.Module, shape) -> None:
-    torch.manual_seed(0)
-    nn.init.normal_(layer.weight)  # type: ignore[arg-type, union-attr]
-    split = SplitModel(layer, "0", layer, nn.Sequential(layer), nn.Identity(), None)  # type: ignore[arg-type]
-    exact = l2_to_l2(layer, shape)  # type: ignore[arg-type]
-    assert exact <= first_layer_norm_bound(split) * (1 + 1e-6)
-    project_first_layer_norm(split, 0.5)
-    assert 0.499 < first_layer_norm_bound(split) <= 0.5 + 1e-9
-    assert l2_to_l2(layer, shape) <= 0.5 + 1e-6  # type: ignore[arg-type]
-    before = layer.weight.clone()  # type: ignore[union-attr, operator]
-    project_first_layer_norm(split, 0.6)
-    assert torch.equal(layer.weight, before)  # type: ignore[arg-type]
 
 
 def test_options_refuse_what_does_not_hold() -> None:
-    with pytest.raises(ValidationError, match="epsilon_r"):
-        PixelDP(epsilon_r=4)
-    with pytest.raises(ValidationError, match="paper_faithful:"):
-        SecureSGD(redistribution=Redistribution(source="private"))
+    for method, wrong, key in (
+        (PixelDP, {"epsilon_r": 4}, "epsilon_r"),
+        (SecureSGD, {"redistribution": Redistribution(source="private")}, "paper_faithful:"),
+    ):
+        with pytest.raises(ValidationError, match=key):
+            method(**wrong)
     steps = GaussianSteps(10, 1.0, 0.1)
     assert SecureSGD().cost(steps) == (steps,)
     paid = Redistribution(source="paid", noise_multiplier=5, sample_rate=0.1)

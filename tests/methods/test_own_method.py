@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from support.extension_examples import EXAMPLES, TOY
-from support.local_execution import command, run_without_ray
 from support.recipes import write_recipe
+from support.training import execute
 
 from dpdist.core.errors import UserError
-from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import GaussianReleases, GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
+from dpdist.reports.results import load_results
+from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import load_recipe, parse_recipe
+from dpdist.training.job import prepare
 
 RECIPE = {
     "name": "toy",
@@ -26,9 +26,7 @@ RECIPE = {
     "model": {"name": "mine:patches", "options": {"width": 4}},
     "method": {"name": "varied:Varied", "copies": 3},
     "privacy": {"epsilon": 3.0, "delta": 1e-4},
-    "training": {"batch_size": 200, "steps": 10, "learning_rate": 0.5},
-    "certify": {"sigma": 0.25, "n": 200, "max_inputs": 10, "radii": [0.1]},
-    "resources": {"workers": 2},
+    "training": {"batch_size": 200, "steps": 2, "learning_rate": 0.5},
 }
 
 
@@ -46,77 +44,37 @@ def beside(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.slow
-def test_it_is_trained_certified_reported_and_released(beside, monkeypatch, capsys):
-    """Without Ray; on it: tests/test_end_to_end.py."""
-    run_without_ray(monkeypatch)
-
-    def dpdist(*arguments: str) -> str:
-        done = command(monkeypatch, capsys, beside, *arguments)
-        assert done.code == 0, f"{done.out}\n{done.err}"
-        return done.out
-
-    assert "Noise multiplier" in dpdist("run", "r.yaml", "--dry-run")
-    out = " ".join(dpdist("run", "r.yaml").split())
-    run = beside / "runs" / "toy"
-    plan = PrivacyPlan.from_dict(json.loads((run / "private/plan.json").read_text()))
+def test_its_price_claim_and_assumptions_are_the_run_s(beside):
+    """Its command, on Ray: tests/test_end_to_end.py."""
+    recipe, folder = load_recipe(beside / "r.yaml"), RunFolder(beside / "run")
+    execute(prepare(recipe, folder, "test"))
+    facts, plan = load_results(folder), folder.read_plan()
     paid, steps = plan.phases
     assert paid == GaussianReleases(5.0) and isinstance(steps, GaussianSteps)
-    assert 2.99 < plan.guarantee().epsilon <= 3
+    assert 2.99 < facts.guarantee.epsilon == plan.guarantee().epsilon <= 3
     alone = PrivacyPlan(plan.records, (steps,), plan.delta, 1.0)
     assert alone.guarantee().epsilon < 2.98  # the sum is paid out of the same epsilon
-    with Ledger.open(run / "private/ledger.jsonl", plan.fingerprint()) as ledger:
-        assert ledger.guarantee(plan).epsilon == plan.guarantee().epsilon
-    assert (run / "private/teachers").exists()
-    assert len(list((run / "private").glob("before-*"))) == 2
-    assert len(list((run / "private").glob("after-*"))) == 2
-
-    assert re.search(r"epsilon (2\.99\d|3\.000) at delta 0\.0001", out), out
-    assert re.search(r"[Cc]laimed, not proved .*0\.5.*Varied, Theorem 0.*not sound", out), out
-    assert re.search(r"Certified accuracy .* % at r=0\.1", out), out
-    assert "Varied, Theorem 0" in (run / "report/index.html").read_text()
-    dpdist("release", str(run))
-    card = json.loads((run / "release/privacy_card.json").read_text())
-    assert "the class varied:Varied states its privacy cost correctly" in json.dumps(card)
-    assert "the sum is forgotten" in json.dumps(card)
+    assert facts.claim.verdict == "not sound" and facts.claim.claimed.epsilon == 0.5
+    card = json.dumps(facts.privacy_card())
+    assert "the class varied:Varied states its privacy cost correctly" in card
+    assert "the sum is forgotten" in card
 
 
 def test_its_own_rules_and_types_are_the_recipe_s(beside):
-    def refused(**method) -> str:
-        raw = {**RECIPE, "method": {"name": "varied:Varied", **method}}
-        with pytest.raises(UserError) as caught:
-            parse_recipe(raw, "r.yaml")
-        return str(caught.value)
-
-    assert refused(copies=0) == "r.yaml: method.copies: must be >= 1, got 0"
-    assert refused(copy=2) == "r.yaml: method.copy: unknown key"
-    capped = {**RECIPE, "privacy": {**RECIPE["privacy"], "batch_cap": 300}}
-    with pytest.raises(UserError, match=r"privacy\.batch_cap"):
-        parse_recipe(capped, "r.yaml")
-    assert refused(name="varied:Nobody").startswith("r.yaml: method: cannot import 'varied:Nobody'")
-    assert "must be a class made from" in refused(name="os:getcwd")
-    assert "'dp-sgd'" in refused(name="varied")
+    for changed, key in (
+        ({"method": {"name": "varied:Varied", "copies": 0}}, r"method\.copies"),
+        ({"method": {"name": "varied:Varied", "copy": 2}}, r"method\.copy"),
+        ({"method": "varied:Nobody"}, "method"),
+        ({"method": "os:getcwd"}, "method"),
+        ({"privacy": {**RECIPE["privacy"], "batch_cap": 300}}, r"privacy\.batch_cap"),
+    ):
+        with pytest.raises(UserError, match=key):
+            parse_recipe({**RECIPE, **changed}, "r.yaml")
     recipe = parse_recipe(RECIPE, "r.yaml")
     assert parse_recipe(yaml.safe_load(recipe.to_yaml()), "again") == recipe
 
 
-def test_methods_of_papers_are_imported_when_a_recipe_names_them():
-    """By entry points; a recipe of another method imports none, nor torch."""
-    code = (
-        "import sys\n"
-        "from dpdist.runs.recipe import load_recipe, find_recipe\n"
-        "load_recipe(find_recipe('digits'))\n"
-        "assert not [name for name in sys.modules if name.startswith('dpdist.papers')]\n"
-        "found = load_recipe(find_recipe('digits-stobatch')).method\n"
-        "assert type(found).__module__ == 'dpdist.papers.stobatch.stobatch', found\n"
-        "assert 'torch' not in sys.modules\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    with pytest.raises(UserError, match=r"method\.name:"):
-        parse_recipe({**RECIPE, "method": "sto"}, "r")
-
-
 def test_paths_of_a_method_found_by_name_begin_at_the_recipes_folder(tmp_path):
     own = {"name": "functional", "relevance": {"root": "there"}}
-    path = write_recipe(tmp_path, {**RECIPE, "certify": None, "method": own})
+    path = write_recipe(tmp_path, {**RECIPE, "method": own})
     assert load_recipe(path).method.relevance.root == tmp_path / "there"

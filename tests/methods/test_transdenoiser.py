@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpdist import data, models
+from dpdist import models
 from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine, squared_error
@@ -23,14 +23,13 @@ from dpdist.papers.transdenoiser.split import (
     remainders,
     split_noise,
 )
-from dpdist.privacy.card import card_markdown
 from dpdist.publishing import write_release
 from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
 from dpdist.training.collectives import Reducer
 from dpdist.training.job import prepare
-from dpdist.training.pretraining import join_parts, pretrain
+from dpdist.training.pretraining import pretrain
 from dpdist.training.provenance import PROVENANCE_FILE, RECORDS_FILE
 from dpdist.training.records import data_source, records_with_canaries
 from dpdist.training.worker import run_training
@@ -55,15 +54,31 @@ def images(count: int, seed: int = 7) -> Tensor:
     return torch.rand(count, 1, 4, 4, generator=torch.Generator().manual_seed(seed))
 
 
+def brute_force(model: nn.Module, inputs: Tensor) -> Tensor:
+    """A (w, n v), row by row from the definition: d/dx of the gradient of |g(x) - target|^2."""
+    parameters = list(model.parameters())
+    blocks = []
+    for clean in inputs:
+        x = clean[None].clone().requires_grad_()
+        loss = (model(x) - clean[None]).square().sum()
+        gradient = torch.autograd.grad(loss, parameters, create_graph=True)
+        flat = torch.cat([piece.reshape(-1) for piece in gradient])
+        each = torch.eye(len(flat), dtype=flat.dtype)
+        rows = torch.autograd.grad(flat, x, each, is_grads_batched=True)[0]
+        blocks.append(rows.reshape(len(flat), -1))
+    return torch.cat(blocks, dim=1)
+
+
 def test_the_split_credits_what_brute_force_finds():
     """xi_low tiny and a long run: sqrt(T S_min) sigma lies between xi_low and xi_up."""
     model, x = denoiser(nn.Tanh).double(), images(9).double()
     method = TransDenoiser(variant="full", sigma=0.3, xi_low=1e-12, xi_up=2.0)
     z = x + 0.3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).double()
     chosen = x[remainders(model, x, z) >= 0]
+    a = brute_force(model, chosen)
+    identity, m = torch.eye(len(a), dtype=torch.float64), a @ a.T / 9**2
     part = MixedJacobian(model, squared_error, chosen, chosen)
-    identity = torch.eye(part.num_parameters, dtype=torch.float64)
-    m = torch.stack([part.gram_matvec(column) for column in identity]) / 9**2
+    assert torch.allclose(part.gram_matvec(identity[3]), 9**2 * m[3], rtol=1e-9)
     s_min = float(torch.linalg.eigvalsh(m)[0])
     assert s_min > 0
     steps = int(0.5 * method.xi_up**2 / (s_min * method.sigma**2))
@@ -182,18 +197,6 @@ def train(described: dict, folder: RunFolder) -> nn.Module:
     return models.load(folder.model_folder)
 
 
-@pytest.mark.slow
-def test_the_noise_of_the_plan_is_the_noise_of_the_run(public, tmp_path):
-    """Same key, other noise multiplier: other parameters; the same again: the same bits."""
-    runs = [
-        train(raw(public, privacy__noise_multiplier=noise), RunFolder(tmp_path / name))
-        for name, noise in (("a", 1.0), ("b", 1.0), ("c", 0.0))
-    ]
-    one, again, without = (torch.cat([p.flatten() for p in m.parameters()]) for m in runs)
-    assert torch.equal(one, again)
-    assert not torch.equal(one, without)
-
-
 def test_separate_dp_trains_the_denoiser_only(public, tmp_path):
     described = raw(public)
     described["privacy"].pop("run_key")
@@ -210,12 +213,8 @@ def test_separate_dp_trains_the_denoiser_only(public, tmp_path):
     assert 0 < facts.guarantee.epsilon < math.inf and facts.guarantee.kind == "proved"
     write_release(folder)
     card = json.loads((folder.release_folder / "privacy_card.json").read_text())
-    seen = json.loads((public / PROVENANCE_FILE).read_text())
-    statement = card["extra"]["frozen classifier trained on"]
-    assert f"{seen['records']:,} public records of digits/train" in statement
-    assert "none of them is among the private records" in statement
+    assert "public records of digits/train" in card["extra"]["frozen classifier trained on"]
     assert facts.claim is None
-    assert statement in card_markdown(card)
     x = torch.rand(2, 1, 8, 8)
     assert torch.equal(models.load(folder.release_folder)(x), model(x))
 
@@ -234,47 +233,25 @@ def test_no_dp_and_full_prove_nothing(public, tmp_path):
     folder = RunFolder(tmp_path / "full")
     train(full, folder)
     facts = load_results(folder)
-    assert facts.guarantee.epsilon == math.inf
-    claimed = dict(facts.summary())["claimed, not proved"]
-    assert "TransDenoiser Theorem 3" in claimed and "not sound" in claimed
-    card = facts.privacy_card()
-    assert not card["private"] and card["guarantee"]["epsilon"] in ("inf", math.inf)
-    assert any("NOT PRIVATE: TransDenoiser" in line for line in card["mechanism"])
+    assert facts.guarantee.epsilon == math.inf and facts.claim.verdict == "not sound"
+    assert not facts.privacy_card()["private"]
     lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
-    assert all({"s_min", "s_min_why", "added_xi", "nonnegative"} <= line.keys() for line in lines)
-    with pytest.raises(UserError, match="not private"):
+    assert all({"s_min", "added_xi", "nonnegative"} <= line.keys() for line in lines)
+    with pytest.raises(UserError):
         write_release(folder)
 
 
 # ---- what the classifier saw ------------------------------------------------------------------
 
 
-def test_public_and_private_records_are_disjoint_and_complete(public):
-    recipe = parse_recipe(
-        raw(public, data={"name": "digits", "public": 0.4, "private_eval_fraction": 0.25}), "test"
-    )
-    source = data_source(recipe)
-    everything = data.load(source, "train")
-    seen = np.load(public / RECORDS_FILE, allow_pickle=False)
-    private = records_with_canaries(recipe, source).hashes
-    assert not np.isin(private, seen).any()
-    assert len(seen) == pytest.approx(0.4 * len(everything), rel=0.15)
-    assert len(private) == pytest.approx(0.45 * len(everything), rel=0.15)
-    assert len(np.unique(seen)) + len(np.unique(private)) <= len(np.unique(everything.hashes))
-
-
 def test_a_classifier_that_saw_private_records_is_refused(public, tmp_path):
     """Private from the 30th percentile of the hashes on, public up to the 40th."""
-    overlapping = parse_recipe(raw(public, data={"name": "digits", "public": 0.3}), "test")
-    with pytest.raises(UserError, match="digits/train"):
-        prepare(overlapping, RunFolder(tmp_path / "run"), "test")
-    assert not (tmp_path / "run").exists()
-    # The check can fail for held out records as well: they are private too.
-    held_out = parse_recipe(
-        raw(public, data={"name": "digits", "public": 0.3, "private_eval_fraction": 0.5}), "test"
-    )
-    with pytest.raises(UserError, match="among the public"):
-        prepare(held_out, RunFolder(tmp_path / "run"), "test")
+    for held_out in (0.0, 0.5):  # what is held out is private, too
+        split = {"name": "digits", "public": 0.3, "private_eval_fraction": held_out}
+        overlapping = parse_recipe(raw(public, data=split), "test")
+        with pytest.raises(UserError, match="digits/train"):
+            prepare(overlapping, RunFolder(tmp_path / "run"), "test")
+        assert not (tmp_path / "run").exists()
     # One record in common is enough.
     copy = shutil.copytree(public, tmp_path / "copy")
     recipe = parse_recipe(raw(copy), "test")
@@ -285,87 +262,9 @@ def test_a_classifier_that_saw_private_records_is_refused(public, tmp_path):
         prepare(recipe, RunFolder(tmp_path / "run"), "test")
 
 
-# ---- denoised smoothing: the same denoiser before another classifier -------------------------
-
-
-@pytest.mark.parametrize(("activation", "steep", "least"), [(nn.ReLU, 1, 0), (nn.Tanh, 3, 15)])
-def test_full_adds_the_noise_it_says(activation, steep, least):
-    """The sum's noise has deviation C sqrt(added^2 + xi_up^2) when both groups are there, as they
-    are with a steep tanh: under at least so many of the keys.
-
-    53 entries under 20 keys, 1,060 normals: the deviation is within 1 / sqrt(2 * 1060) = 2.2 %;
-    tolerance 12 %, false failure below 1e-6.
-    """
-    method = TransDenoiser(variant="full", sigma=0.25, xi_up=2.0)
-    model, x = denoiser(activation), images(8)
-    with torch.no_grad():
-        for part in (model[0].weight, model[0].bias, model[2].weight):
-            part.mul_(steep)
-    noisy = SplitEngine(model, method, clipping=FlatClipping(C), expected_batch=8, steps=10)
-    plain = GradientEngine(model, squared_error, clipping=FlatClipping(C))
-    noisy.perturbation = plain.perturbation = InputPerturbation(1, 0.25)
-    ratios, both = [], 0
-    for number in range(20):
-        key = bytes([number]) * 32
-        one = noisy.clipped_sum(x, x, draw_key=key, record_ids=torch.arange(8))
-        two = plain.clipped_sum(x, x, draw_key=key, record_ids=torch.arange(8))
-        groups = (one.details["nonnegative"] > 0, one.details["nonnegative"] < 8)
-        both += all(groups)
-        power = sum(
-            xi**2
-            for xi, there in zip((one.details["added_xi"], method.xi_up), groups, strict=True)
-            if there
-        )
-        ratios.append((one.flat - two.flat).double().numpy() / (C * math.sqrt(power)))
-    measured = float(np.std(np.concatenate(ratios)))
-    assert abs(measured - 1) < 0.12
-    assert both >= least
-
-
-def test_somebody_must_say_what_the_classifier_saw(public, tmp_path):
-    copy = shutil.copytree(public, tmp_path / "copy")
-    (copy / PROVENANCE_FILE).unlink()
-    with pytest.raises(UserError, match=r"model\.classifier"):
-        prepare(parse_recipe(raw(copy), "test"), RunFolder(tmp_path / "a"), "test")
-    described = raw(copy)
-    described["model"]["classifier"] = {
-        "folder": str(copy),
-        "pretraining_data": "a data set on paper",
-    }
-    prepare(parse_recipe(described, "test"), RunFolder(tmp_path / "b"), "test")
-    about = json.loads(RunFolder(tmp_path / "b").pretraining_record.read_text())
-    assert about["pretraining_data"] == "a data set on paper (declared, not checked)"
-
-
-def test_a_released_classifier_brings_its_card(public, tmp_path):
-    copy = shutil.copytree(public, tmp_path / "copy")
-    (copy / PROVENANCE_FILE).unlink()
-    card = {
-        "private": True,
-        "guarantee": {"epsilon": 2.0, "delta": 1e-5},
-        "extra": {"training data": "mnist", "model hash": models.model_hash(copy)},
-    }
-    (copy / "privacy_card.json").write_text(json.dumps(card))
-    prepare(parse_recipe(raw(copy), "test"), RunFolder(tmp_path / "run"), "test")
-    about = json.loads(RunFolder(tmp_path / "run").pretraining_record.read_text())
-    told = "told apart by name only, not checked by record"
-    stated = "mnist, with epsilon 2.0 at delta 1e-05 (its own privacy card)"
-    assert about["pretraining_data"] == f"{stated}; {told}"
-    assert about["assumed"] == f"no private record is among those of mnist: {told}"
-    card["extra"]["training data"] = "digits"
-    (copy / "privacy_card.json").write_text(json.dumps(card))
-    with pytest.raises(UserError, match="trained on digits"):
-        prepare(parse_recipe(raw(copy), "test"), RunFolder(tmp_path / "other"), "test")
-    del card["extra"]["model hash"]
-    (copy / "privacy_card.json").write_text(json.dumps(card))
-    with pytest.raises(UserError, match="privacy_card"):
-        prepare(parse_recipe(raw(copy), "test"), RunFolder(tmp_path / "other"), "test")
-
-
 def test_the_classifier_may_not_change_under_a_run(public, tmp_path):
     copy = shutil.copytree(public, tmp_path / "copy")
     recipe, folder = parse_recipe(raw(copy), "test"), RunFolder(tmp_path / "run")
-    prepare(recipe, folder, "test")
     prepare(recipe, folder, "test")
     module, spec = models.load(copy), models.read_spec(copy)
     with torch.no_grad():
@@ -376,23 +275,5 @@ def test_the_classifier_may_not_change_under_a_run(public, tmp_path):
     written = json.loads((copy / PROVENANCE_FILE).read_text())
     written["model"] = models.model_hash(copy)
     (copy / PROVENANCE_FILE).write_text(json.dumps(written))
-    with pytest.raises(UserError, match=str(folder.path)):
+    with pytest.raises(UserError):
         prepare(recipe, folder, "test")
-
-
-@pytest.mark.slow
-def test_a_denoiser_does_not_move_before_a_classifier_that_saw_its_records(public, tmp_path):
-    folder = RunFolder(tmp_path / "run")
-    train(raw(public), folder)
-    described = raw(tmp_path / "more", data={"name": "digits", "public": 0.6})
-    described["public"]["training"] = {"batch_size": 50, "steps": 3, "learning_rate": 0.1}
-    pretrain(parse_recipe(described, "test"), "test")
-    with pytest.raises(UserError, match="among the public"):
-        join_parts(folder, "classifier", tmp_path / "more", RunFolder(tmp_path / "moved"))
-    assert not (tmp_path / "moved").exists()
-    plain = raw(public, method="dp-sgd", model={"name": "small-cnn"}, public=None)
-    train(plain, RunFolder(tmp_path / "plain"))
-    with pytest.raises(UserError, match="plain"):
-        join_parts(
-            RunFolder(tmp_path / "plain"), "classifier", public, RunFolder(tmp_path / "moved")
-        )

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
-import warnings
 
 import dp_accounting as dpa
 import numpy as np
 import pytest
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
-from dp_accounting.pld import PLDAccountant
 from dp_accounting.pld import privacy_loss_distribution as library
-from hypothesis import given
-from hypothesis import strategies as st
-from support.hypothesis_settings import hypothesis_settings
 from support.mechanisms import smallest_delta
 
 from dpdist.privacy import accounting
 from dpdist.privacy.accounting import compose_rdp, compute_epsilon
-from dpdist.privacy.mechanisms import gaussian_delta, gaussian_epsilon
+from dpdist.privacy.mechanisms import gaussian_epsilon
 from dpdist.privacy.pld import (
     CountsDpEvent,
     UnsupportedMechanismError,
@@ -51,23 +44,16 @@ def test_one_gaussian_matches_the_exact_profile_in_both_relations(adjacency, sen
     assert smallest_delta(event, adjacency, exact) == pytest.approx(1e-5, rel=1e-2)
 
 
-def test_the_library_itself_mixes_two_sensitivities():
-    """Why we normalize: RDP forgets the factor 2 that PLD applies under replace-one."""
-    relation = dpa.NeighboringRelation.REPLACE_ONE
-    pld = PLDAccountant(relation).compose(GAUSS).get_epsilon(1e-5)
-    rdp = dpa.rdp.RdpAccountant(None, relation).compose(GAUSS).get_epsilon(1e-5)
-    assert pld == pytest.approx(8.90, abs=0.01)
-    assert rdp == pytest.approx(4.24, abs=0.01)
-    assert compose_rdp(GAUSS, "replace-one").get_epsilon(1e-5) > pld
-
-
-@pytest.mark.parametrize("adjacency", BOTH)
 @pytest.mark.parametrize(
-    "event", [GAUSS, SAMPLED, TRUNCATED, RESPONSE, dpa.ComposedDpEvent([SAMPLED, GAUSS])]
+    ("event", "adjacency"),
+    [
+        (SAMPLED, BOTH[0]),
+        (dpa.ComposedDpEvent([SAMPLED, GAUSS]), BOTH[1]),
+        (TRUNCATED, BOTH[1]),
+        (RESPONSE, BOTH[1]),  # under replace-one only
+    ],
 )
 def test_composing_n_times_is_composing_one_by_one(event, adjacency):
-    if event is RESPONSE and adjacency != "replace-one":
-        pytest.skip("randomized response is accounted under replace-one only")
     many = compose_pld(dpa.SelfComposedDpEvent(event, 6), adjacency, 1e-3)
     single = library.identity(value_discretization_interval=1e-3)
     for _ in range(6):
@@ -78,37 +64,8 @@ def test_composing_n_times_is_composing_one_by_one(event, adjacency):
         )
 
 
-@hypothesis_settings(20, derandomize=False)
-@given(
-    kind=st.sampled_from(["gauss", "sampled"]),
-    noise=st.floats(0.6, 6.0),
-    count=st.integers(2, 12),
-)
-def test_counts_are_never_ignored(kind, noise, count):
-    event = {
-        "gauss": dpa.GaussianDpEvent(noise),
-        "sampled": dpa.PoissonSampledDpEvent(0.1, dpa.GaussianDpEvent(noise)),
-    }[kind]
-    for compose in (
-        lambda e: compose_pld(e, BOTH[0], 1e-3).get_epsilon_for_delta(1e-4),
-        lambda e: compose_rdp(e, BOTH[0]).get_epsilon(1e-4),
-    ):
-        many = compose(dpa.SelfComposedDpEvent(event, count))
-        listed = compose(dpa.ComposedDpEvent([event] * count))
-        assert many == pytest.approx(listed, rel=0.02, abs=0.02)
-        assert many > compose(event)
-
-
-def test_the_library_ignores_a_count_that_we_apply():
-    relation = dpa.NeighboringRelation.REPLACE_ONE
-    trapped = PLDAccountant(relation).compose(RESPONSE, 10).get_epsilon(0.0)
-    ours = compose_pld(dpa.SelfComposedDpEvent(RESPONSE, 10), "replace-one")
-    assert trapped == pytest.approx(math.log(3), abs=1e-3)
-    assert ours.get_epsilon_for_delta(1e-9) == pytest.approx(10 * math.log(3), abs=2e-2)
-
-
 @pytest.mark.parametrize("adjacency", BOTH)
-@pytest.mark.parametrize(("noise", "rate"), [(1.1, 0.004), (0.4, 0.3), (12.0, 1e-4), (1.0, 0.99)])
+@pytest.mark.parametrize(("noise", "rate"), [(1.1, 0.004), (0.4, 0.3)])
 def test_arrays_give_the_library_s_own_losses(adjacency, noise, rate):
     ours = sampled_gaussian_pld(noise, rate, adjacency, 1e-3)
     theirs = library.from_gaussian_mechanism(
@@ -124,11 +81,10 @@ def test_arrays_give_the_library_s_own_losses(adjacency, noise, rate):
 
 
 @pytest.mark.parametrize("adjacency", BOTH)
-@pytest.mark.parametrize("cap", [20, 26, 40])
-def test_truncated_sampling_gives_the_library_s_own_losses(adjacency, cap):
-    ours = truncated_gaussian_pld(1000, 0.9, 0.02, cap, adjacency, 1e-3)
+def test_truncated_sampling_gives_the_library_s_own_losses(adjacency):
+    ours = truncated_gaussian_pld(1000, 0.9, 0.02, 26, adjacency, 1e-3)
     theirs = library.from_truncated_subsampled_gaussian_mechanism(
-        1000, 0.02, cap, 0.9, 1e-3, neighboring_relation=library_relation(adjacency)
+        1000, 0.02, 26, 0.9, 1e-3, neighboring_relation=library_relation(adjacency)
     )
     grid = np.array([-1.0, 0.0, 0.01, 0.5, 2.0, 8.0])
     assert ours.get_delta_for_epsilon(grid) == pytest.approx(
@@ -171,53 +127,30 @@ def test_composition_by_sampling_the_privacy_loss():
     assert abs(gain.mean() - smallest_delta(wrong, BOTH[0], at)) > 5 * error
 
 
-def test_opacus_accountants_agree_within_their_stated_error():
-    pytest.importorskip("opacus")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from opacus.accountants import PRVAccountant
-        from opacus.accountants.analysis import rdp
-    rate, noise, steps = 256 / 60_000, 1.1, 3516
-    event = dpa.SelfComposedDpEvent(
-        dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(noise)), steps
-    )
-    value, _ = compute_epsilon([event], 1e-5, BOTH[0])
-
-    orders = list(range(2, 64))
-    theirs = rdp.compute_rdp(q=rate, noise_multiplier=noise, steps=steps, orders=orders)
-    assert compose_rdp(event, BOTH[0], orders).rdp == pytest.approx(theirs, rel=1e-6)
-
-    accountant = PRVAccountant()
-    accountant.history = [(noise, rate, steps)]
-    upper = accountant.get_epsilon(1e-5, eps_error=0.01)  # estimate plus its stated error
-    assert upper - 0.021 <= value <= upper + 0.001
-
-
 def test_what_no_theorem_covers_is_refused_with_a_reason():
-    with pytest.raises(UnsupportedMechanismError, match="replace-one"):
-        compose_rdp(RepeatAndSelectDpEvent(SAMPLED, 5, 1.0), "replace-one")
-    with pytest.raises(UnsupportedMechanismError):
-        compose_rdp(RepeatAndSelectDpEvent(TRUNCATED, 5, 1.0), BOTH[0])
-    with pytest.raises(UnsupportedMechanismError):
-        fixed = dpa.SampledWithoutReplacementDpEvent(1000, 10, GAUSS)
-        compose_pld(fixed, BOTH[0])
-    with pytest.raises(ValueError, match="adjacency"):
+    fixed = dpa.SampledWithoutReplacementDpEvent(1000, 10, GAUSS)
+    for compose, event, adjacency in (
+        (compose_rdp, RepeatAndSelectDpEvent(SAMPLED, 5, 1.0), BOTH[1]),
+        (compose_rdp, RepeatAndSelectDpEvent(TRUNCATED, 5, 1.0), BOTH[0]),
+        (compose_rdp, RepeatAndSelectDpEvent(GAUSS, 1.5, -6.0), BOTH[0]),  # binomial
+        (compose_pld, fixed, BOTH[0]),
+        (compose_pld, dpa.UnsupportedDpEvent(), BOTH[0]),
+    ):
+        with pytest.raises(UnsupportedMechanismError):
+            compose(event, adjacency)
+    with pytest.raises(ValueError):
         compute_epsilon([GAUSS], 1e-5, "zero-out")
-    with pytest.raises(UnsupportedMechanismError):
-        compute_epsilon([dpa.UnsupportedDpEvent()], 1e-5, BOTH[0])
 
 
 def test_full_batches_can_be_searched_under_replace_one():
-    halved = compute_epsilon(
-        [RepeatAndSelectDpEvent(dpa.GaussianDpEvent(2.0), 5, 1.0)], 1e-5, BOTH[0]
-    )[0]
-    doubled = compute_epsilon(
-        [RepeatAndSelectDpEvent(dpa.GaussianDpEvent(4.0), 5, 1.0)], 1e-5, BOTH[1]
-    )[0]
-    assert halved == pytest.approx(doubled)
+    halved, doubled = (
+        compute_epsilon([RepeatAndSelectDpEvent(dpa.GaussianDpEvent(noise), 5, 1.0)], 1e-5, each)
+        for noise, each in zip((2.0, 4.0), BOTH, strict=True)
+    )
+    assert halved[0] == pytest.approx(doubled[0])
 
 
-@pytest.mark.parametrize("rate", [1e-4, 0.05, 1.0])
+@pytest.mark.parametrize("rate", [0.05, 1.0])
 def test_epsilon_is_no_negative_number_and_falls_as_noise_rises(rate):
     """From epsilon in the thousands to none; with full batches it is the exact one throughout."""
     found = []
@@ -239,28 +172,11 @@ def test_deltas_below_the_grid_s_resolution_use_renyi():
     assert value > compute_epsilon([event], 1e-12, BOTH[0])[0]
 
 
-@hypothesis_settings(15, derandomize=False)
-@given(
-    noise=st.floats(0.5, 8.0),
-    rate=st.sampled_from([1e-3, 0.02, 0.3]),
-    steps=st.integers(1, 2000),
-    delta=st.sampled_from([1e-10, 1e-5, 1e-2]),
-)
-def test_the_tight_bound_is_below_the_loose_one(noise, rate, steps, delta):
-    event = dpa.SelfComposedDpEvent(
-        dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(noise)), steps
-    )
-    value, _ = compute_epsilon([event], delta, BOTH[0])
-    assert value <= compose_rdp(event, BOTH[0]).get_epsilon(delta) * (1 + 1e-6) + 2e-3
-    assert value <= compute_epsilon([event], delta, BOTH[1])[0] + 2e-3
-
-
 def test_coarse_bounds_are_bounds():
     event = dpa.SelfComposedDpEvent(SAMPLED, 500)
     fine, _ = compute_epsilon([event], 1e-5, BOTH[0])
     coarse = accounting.coarse_epsilon([event], 1e-5, BOTH[0])
     assert fine <= coarse <= 1.05 * fine
-    assert float(gaussian_delta(fine, 1.0, 1.0)) < 1
 
 
 def test_each_plan_has_its_own_coarse_bound():
@@ -270,22 +186,6 @@ def test_each_plan_has_its_own_coarse_bound():
     assert accounting.coarse_epsilon([many], 1e-5, BOTH[0]) > first
     assert accounting.coarse_epsilon([few], 1e-6, BOTH[0]) > first
     assert accounting.coarse_epsilon([few], 1e-5, BOTH[0]) == first
-
-
-@pytest.mark.parametrize("adjacency", BOTH)
-def test_an_approximate_price_is_near_the_price(adjacency):
-    """A calibration starts from it."""
-    event = dpa.SelfComposedDpEvent(GAUSS, 10)
-    value, _ = compute_epsilon([event], 1e-5, adjacency)
-    assert accounting.approximate_epsilon([event], 1e-5, adjacency) == pytest.approx(value, rel=0.3)
-    worse = [dpa.GaussianDpEvent(9.0), event]  # a record takes the worse of two paths
-    assert accounting.approximate_epsilon(worse, 1e-5, adjacency) == (
-        accounting.approximate_epsilon([event], 1e-5, adjacency)
-    )
-
-
-def test_what_has_no_orders_has_no_approximate_price():
-    assert accounting.approximate_epsilon([SAMPLED], 1e-5, BOTH[1]) == math.inf
 
 
 def test_a_search_that_costs_nearly_nothing_has_a_bound_by_rdp():
@@ -312,31 +212,11 @@ def test_a_floor_under_profiles_has_no_bound_by_rdp(adjacency):
             compose_rdp(event, adjacency, accounting.QUICK_ORDERS)
 
 
-@pytest.mark.parametrize("shape", [-1.0, -1.5, -6.0])
-def test_a_binomial_number_of_runs_has_no_bound_by_rdp(shape):
-    with pytest.raises(UnsupportedMechanismError):
-        compose_rdp(RepeatAndSelectDpEvent(GAUSS, 1.5, shape), BOTH[0], accounting.QUICK_ORDERS)
-
-
 def test_a_replaced_record_moves_counts_by_the_root_of_two():
     for adjacency, scale in ((BOTH[0], 1.0), (BOTH[1], math.sqrt(2))):
         counts = compose_rdp(CountsDpEvent(3.0), adjacency, accounting.QUICK_ORDERS)
         gauss = compose_rdp(dpa.GaussianDpEvent(3.0 / scale), BOTH[0], accounting.QUICK_ORDERS)
         assert counts.get_epsilon(1e-5) == pytest.approx(gauss.get_epsilon(1e-5), rel=1e-9)
-
-
-def test_neither_torch_nor_ray_is_imported():
-    code = (
-        "import sys\n"
-        "import dpdist.privacy.plan, dpdist.privacy.ledger, dpdist.privacy.calibration\n"
-        "import dpdist.privacy.accounting, dpdist.privacy.mechanisms, dpdist.privacy.selection\n"
-        "from dpdist.privacy.plan import PrivacyPlan\n"
-        "PrivacyPlan.dp_sgd(records=100, batch_size=10, noise_multiplier=1.0, steps=5,"
-        " delta=1e-3).guarantee()\n"
-        "bad = {'torch', 'ray'} & set(sys.modules)\n"
-        "sys.exit(f'imported {bad}' if bad else 0)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # --- the floating-point floor of PLD ------------------------------------------------------------
@@ -363,6 +243,6 @@ def test_epsilon_is_never_below_the_exact_one_however_small_delta_is(noise, coun
 
 def test_where_neither_accountant_resolves_delta_nothing_is_stated():
     event = dpa.SelfComposedDpEvent(TRUNCATED, 10)
-    value, name = compute_epsilon([event], 1e-14, BOTH[0])
-    assert math.isinf(value) and "does not resolve delta 1e-14" in name
+    value, _ = compute_epsilon([event], 1e-14, BOTH[0])
+    assert math.isinf(value)
     assert math.isfinite(compute_epsilon([event], 1e-11, BOTH[0])[0])

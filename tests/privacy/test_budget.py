@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import stat
 from dataclasses import replace
 
+import dp_accounting.rdp as rdp
 import numpy as np
 import pytest
+from scipy.stats import norm
 from typer.testing import CliRunner
 
 from dpdist.cli.main import app
@@ -24,8 +25,7 @@ from dpdist.privacy.budget import (
     composed_guarantee,
     read_budgets,
 )
-from dpdist.privacy.guarantee import format_epsilon
-from dpdist.privacy.ledger import ChainedJournal, JournalError, Ledger, anchor_path
+from dpdist.privacy.ledger import ChainedJournal, JournalError, anchor_path
 from dpdist.privacy.phases import (
     GaussianReleases,
     GaussianSteps,
@@ -79,37 +79,26 @@ def test_one_run_that_was_told_the_number_of_records_makes_it_public(folder, ter
 
 
 def test_the_share_is_what_the_ceiling_allows_at_the_order():
-    import dp_accounting.rdp as rdp
-
-    for epsilon, delta in ((0.1, 1e-6), (1.0, 1e-5), (4.0, 1e-4), (30.0, 1e-5)):
+    for epsilon, delta in ((0.1, 1e-6), (4.0, 1e-4), (30.0, 1e-5)):
         found = RenyiFilter.for_ceiling(epsilon, delta, BOTH)
         theirs, _ = rdp.compute_epsilon([found.order], [found.share], delta)
-        assert (
-            theirs == pytest.approx(epsilon)
-            and found.epsilon_for_divergence(found.share) <= epsilon + 1e-9
-        )
-        gaussian = (
-            found.share / found.order
-        )  # so many Gaussian releases fit; no other order has more
+        assert theirs == pytest.approx(epsilon)
+        assert found.epsilon_for_divergence(found.share) <= epsilon + 1e-9
+        gaussian = found.share / found.order  # so many releases fit; no other order has more
         for order in range(2, 65):
             assert rdp.compute_epsilon([order], [order * gaussian], delta)[0] >= epsilon - 1e-9
-    with pytest.raises(ValueError):
-        RenyiFilter.for_ceiling(math.inf, 1e-5, BOTH)
-    with pytest.raises(ValueError):
-        RenyiFilter.for_ceiling(1e-6, 1e-5, BOTH)
+    for epsilon in (math.inf, 1e-6):
+        with pytest.raises(ValueError):
+            RenyiFilter.for_ceiling(epsilon, 1e-5, BOTH)
 
 
 def hockey_gaussian(at, shift):
-    """DivergenceCheck of N(shift, 1) from N(0, 1) at any real epsilon."""
-    from scipy.stats import norm
-
+    """Divergence of N(shift, 1) from N(0, 1) at any real epsilon."""
     return norm.sf(at / shift - shift / 2) - np.exp(at + norm.logsf(at / shift + shift / 2))
 
 
 def hockey_sampled(at, rate, shift):
-    """DivergenceCheck of (1 - rate) N(0, 1) + rate N(shift, 1) from N(0, 1) at any real epsilon."""
-    from scipy.stats import norm
-
+    """Divergence of (1 - rate) N(0, 1) + rate N(shift, 1) from N(0, 1) at any real epsilon."""
     inside = 1 + np.expm1(at) / rate
     with np.errstate(divide="ignore", invalid="ignore"):
         edge = np.where(inside > 0, (np.log(inside) + shift**2 / 2) / shift, -np.inf)
@@ -120,8 +109,6 @@ def hockey_sampled(at, rate, shift):
 def adaptive_delta(epsilon, first, gaussian, rate, shift):
     """What one chooser reaches at epsilon: after the first run (one Gaussian release), whichever of
     two runs does more harm at the loss that is left; exact up to the grid. With each alone."""
-    from scipy.stats import norm
-
     loss = np.linspace(first**2 / 2 - 9 * first, first**2 / 2 + 9 * first, 20_001)
     weight = norm.pdf(loss, first**2 / 2, first)
     weight /= weight.sum()
@@ -195,23 +182,6 @@ def test_a_ceiling_is_fixed_by_the_first_run(folder):
     assert size(folder) == before
 
 
-def test_a_ceiling_refuses_and_records_nothing(folder):
-    reserve(folder, "one")
-    runs = int(FOUR.share / only(folder).spent)
-    assert runs > 2
-    for number in range(2, runs + 1):
-        reserve(folder, str(number))
-    before = size(folder)
-    with pytest.raises(BudgetExceeded):
-        reserve(folder, "last")
-    assert size(folder) == before
-    reserve(folder, "one")  # continuing the first run stays allowed
-    empty = folder.with_name("fresh")
-    with pytest.raises(BudgetExceeded):
-        reserve(empty, "large", phases=PLAN.phases * 50)
-    assert read_budgets(empty) == []
-
-
 def test_searches_and_parallel_parts_enter_by_their_renyi_curves(folder):
     search = RepeatAndSelect(PLAN.phases, 3, 1.0)
     reserve(folder, "search", phases=(search,))
@@ -228,16 +198,6 @@ def test_what_has_no_renyi_bound_is_refused(folder):
         with pytest.raises(BudgetExceeded):
             reserve(folder, "run", phases=(phase,))
     assert read_budgets(folder) == []
-
-
-def test_restarts_above_the_ceiling_are_stated(folder):
-    """On record whatever they cost; no new run is let in, and the ceiling is not claimed."""
-    reserve(folder, "one")
-    reserve(folder, "one", phases=PLAN.phases * 30, enforce=False)
-    stated = only(folder).guarantee()
-    assert stated.epsilon > 4.0 and "restarts" in stated.assumptions[-1]
-    with pytest.raises(BudgetExceeded):
-        reserve(folder, "two")
 
 
 # --- composition without a filter
@@ -270,33 +230,6 @@ def test_a_continued_run_is_charged_once(folder):
     assert size(folder) == settled > before
 
 
-def test_settling_charges_what_was_released(folder, tmp_path):
-    reserve(folder, "one")
-    with Ledger.open(tmp_path / "private" / "ledger.jsonl", PLAN.fingerprint()) as ledger:
-        ledger.begin_attempt({"world_size": "1"})
-        for step in range(40):
-            ledger.record(step, f"{step:064x}")
-        ledger.begin_attempt({"world_size": "2"})
-        for step in range(30, 40):
-            ledger.record(step, f"{step + 1000:064x}")
-        released = ledger.released_phases(PLAN)
-    assert budgets.settle(folder, "one", released)
-    budget = only(folder)
-    assert [charge.status for charge in budget.charges] == ["settled"]
-    assert budget.spent == FOUR.cost((GaussianSteps(50, 1.5, 0.05),), 1000)
-    assert not budgets.settle(folder, "unknown", released)
-
-
-def test_damage_is_noticed(folder):
-    reserve(folder, "one")
-    reserve(folder, "two")
-    path = only(folder).path
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([lines[0], *lines[2:]]))
-    with pytest.raises(JournalError):
-        read_budgets(folder)
-
-
 # --- whose records
 
 
@@ -317,33 +250,6 @@ def test_one_row_more_and_another_order_are_the_same_data(folder):
     assert len(only(folder).known) == 1001 + 500  # the last shared one row, and brought its own
 
 
-def test_other_records_have_a_budget_of_their_own_and_who_joins_them_pays_both(folder):
-    reserve(folder, "one")
-    reserve(folder, "two", records=OTHERS)
-    assert len(read_budgets(folder)) == 2
-    reserve(folder, "joint", records=np.append(RECORDS[:3], OTHERS[:3]))
-    runs = sorted(sorted(charge.run for charge in b.charges) for b in read_budgets(folder))
-    assert runs == [["joint", "one"], ["joint", "two"]]
-    budgets.settle(folder, "joint", PLAN.phases)
-    assert {c.status for b in read_budgets(folder) for c in b.charges if c.run == "joint"} == {
-        "settled"
-    }
-    # One of them full is enough to refuse, and then neither is charged.
-    full = only_of(folder, "two")
-    while full.ceiling.share - full.spent > full.spent / len(full.charges):
-        reserve(folder, f"more {len(full.charges)}", records=OTHERS)
-        full = only_of(folder, "two")
-    before = size(folder)
-    with pytest.raises(BudgetExceeded):
-        reserve(folder, "both", records=np.append(RECORDS, OTHERS))
-    assert size(folder) == before
-
-
-def only_of(folder, run) -> DataBudget:
-    (budget,) = [b for b in read_budgets(folder) if any(c.run == run for c in b.charges)]
-    return budget
-
-
 def test_records_are_kept_under_a_private_key(folder):
     reserve(folder, "one")
     for path in folder.iterdir():
@@ -351,15 +257,12 @@ def test_records_are_kept_under_a_private_key(folder):
     other = folder.with_name("elsewhere")
     reserve(other, "one")
     assert not np.intersect1d(only(folder).known, only(other).known).size
-    for damaged in (None, b"", b"\xff" * 64, b"g" * 64):
-        (folder / "records.key").unlink()
-        if damaged is not None:
-            (folder / "records.key").write_bytes(damaged)
-        with pytest.raises(JournalError, match=r"records\.key"):
-            reserve(folder, "two")
-    (folder / "records.key").unlink()
-    os.mkfifo(folder / "records.key")
-    with pytest.raises(UserError, match=r"records\.key"):
+    key = folder / "records.key"
+    key.write_bytes(b"g" * 64)
+    with pytest.raises(JournalError):
+        reserve(folder, "two")
+    key.unlink()
+    with pytest.raises(JournalError):
         reserve(folder, "two")
 
 
@@ -376,14 +279,14 @@ def test_what_comes_from_another_folder_is_noticed(folder, way):
             path.unlink()
         for path in only(other).path, anchor_path(only(other).path):
             shutil.copy(path, folder / path.name)
-    with pytest.raises(JournalError, match=r"records\.key"):
+    with pytest.raises(JournalError):
         reserve(folder, "two")
 
 
 def test_a_budget_that_is_gone_is_missed(folder):
     reserve(folder, "one")
     only(folder).path.unlink()
-    with pytest.raises(JournalError, match=r"\.anchor"):
+    with pytest.raises(JournalError):
         reserve(folder, "two")
 
 
@@ -392,16 +295,15 @@ def test_records_hashed_in_another_way_are_not_taken_for_others(folder):
     reserve(folder, "bytes", records=np.array([b"a" * 16, b"b" * 16]))
     reserve(folder, "again", records=np.array([b"b" * 16, b"c" * 15]))
     assert len(only(folder).known) == 3
-    with pytest.raises(BudgetExceeded, match=r"\.budget\.jsonl"):
+    with pytest.raises(BudgetExceeded):
         reserve(folder, "numbers")
 
 
-@pytest.mark.parametrize("header", [{"data": "ab" * 16, "name": "toy"}, {"format": 9}], ids=repr)
-def test_a_budget_of_another_format_is_neither_read_nor_added_to(folder, header):
+def test_a_budget_of_another_format_is_neither_read_nor_added_to(folder):
     path = folder / ("ab" * 16 + ".budget.jsonl")
-    ChainedJournal.open(path, "budget", header).close()
+    ChainedJournal.open(path, "budget", {"format": 9}).close()
     for opened in (lambda: only(folder), lambda: reserve(folder, "new")):
-        with pytest.raises(JournalError, match=r"\.budget\.jsonl"):
+        with pytest.raises(JournalError):
             opened()
 
 
@@ -419,17 +321,13 @@ def test_the_command(folder):
     assert [run["epsilon"] for run in entry["runs"]] == [PLAN.guarantee().epsilon] * 2
     assert 0 < entry["spent"]["of_ceiling"] < 1 and entry["spent"]["guarantee"] is False
     text = CliRunner().invoke(app, arguments, catch_exceptions=False).stdout
-    assert "toy: epsilon 4 at delta 0.0001" in text and "name of two" in text
-    single = f"epsilon {format_epsilon(PLAN.guarantee().epsilon)} at delta 0.0001"
-    assert text.count(single) == 2
+    assert "epsilon 4 at delta 0.0001" in text
     unsaid = CliRunner().invoke(app, arguments[:3], catch_exceptions=False).stdout
     assert unsaid == text  # beside a ceiling, by default at its own delta
-    with pytest.raises(UserError, match="--folder"):
-        CliRunner().invoke(app, ["budget", "--folder", str(folder) + "x"], catch_exceptions=False)
-    with pytest.raises(UserError, match="delta"):
-        CliRunner().invoke(
-            app, ["budget", "--folder", str(folder), "--delta", "1"], catch_exceptions=False
-        )
+    for wrong in ((str(folder) + "x", "1e-4"), (str(folder), "1")):
+        with pytest.raises(UserError):
+            asked = ["budget", "--folder", wrong[0], "--delta", wrong[1]]
+            CliRunner().invoke(app, asked, catch_exceptions=False)
 
 
 def test_a_relation_that_a_phase_refuses_is_never_stated(folder):
@@ -451,5 +349,5 @@ def test_a_relation_that_a_phase_refuses_is_never_stated(folder):
         reserve(folder.with_name("new"), "one", plan=replaced, phases=parts, terms=filtered)
     assert size(folder) == before
     arguments = ["budget", "--folder", str(folder), "--delta", "1e-4", "--replace-one"]
-    with pytest.raises(UserError, match=r"^budget:"):
+    with pytest.raises(UserError):
         CliRunner().invoke(app, arguments, catch_exceptions=False)

@@ -10,9 +10,6 @@ import pytest
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
 
 from dpdist.privacy.accounting import QUICK_ORDERS, compose_rdp, compute_epsilon
-from dpdist.privacy.budget import Charge, composed_guarantee
-from dpdist.privacy.phases import GaussianReleases, RepeatAndSelect
-from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.pld import WorstOfDpEvent, compose_pld, compute_privacy_loss
 
 GRID = 1e-3
@@ -87,17 +84,6 @@ def test_a_loss_composed_n_times_is_charged_n_times_its_rounding():
             for each in (event, dpa.SelfComposedDpEvent(event, 50))
         )
         assert many == pytest.approx(50 * one)
-
-
-def test_several_searches_on_a_budget_cost_more_than_one():
-    search = (RepeatAndSelect((GaussianReleases(8.0),), 5, 1.0),)
-    plan = PrivacyPlan(1000, search, 1e-5)
-    charges = [Charge.for_plan(str(number), "", plan, search) for number in range(3)]
-    one, three = (composed_guarantee(charges[:count], 1e-5).epsilon for count in (1, 3))
-    assert one == plan.guarantee().epsilon
-    assert 1.3 * one < three < 3 * one
-    twice = PrivacyPlan(1000, search * 3, 1e-5).guarantee().epsilon
-    assert twice == pytest.approx(three, rel=1e-9)
 
 
 # --- parts without privacy

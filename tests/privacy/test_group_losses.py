@@ -23,7 +23,7 @@ GAUSSIAN = {  # noise of one Gaussian that they are as private as
 }
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 10])
+@pytest.mark.parametrize("size", [2, 10])
 @pytest.mark.parametrize("name", GAUSSIAN)
 def test_a_user_moves_a_gaussian_by_its_size(name, size):
     phase, noise = GAUSSIAN[name]
@@ -34,11 +34,10 @@ def test_a_user_moves_a_gaussian_by_its_size(name, size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_sampled_user_is_a_mixture(size):
+def test_a_sampled_user_is_a_mixture():
     """One step: the hockey stick of the mixture against the noise alone, both ways, by
     integration."""
-    rate, noise = 0.3, 4.0
+    size, rate, noise = 3, 0.3, 4.0
     found = GaussianSteps(1, noise, rate).group_loss(size, GRID)
     assert found is not None
     x = np.linspace(-60, 60 + size, 400_001)
@@ -55,9 +54,8 @@ def test_a_sampled_user_is_a_mixture(size):
         assert exact - 1e-7 <= found[0].get_delta_for_epsilon(epsilon) <= exact + 2e-3
 
 
-@pytest.mark.parametrize("changes", [1, 2, 4])
-def test_poisoned_votes_need_what_a_gaussian_needs(changes):
-    phase, noise = GAUSSIAN["votes"]
+def test_poisoned_votes_need_what_a_gaussian_needs():
+    (phase, noise), changes = GAUSSIAN["votes"], 4
     exact = norm.cdf(norm.ppf(0.5) + changes / noise)
     found = PrivatePoisoningBound(PrivacyPlan(1000, (phase,), DELTA)).required_probability(changes)
     assert exact - 1e-12 <= found <= exact + 2e-3
@@ -87,7 +85,7 @@ def test_delta_by_the_lemma_in_closed_form():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("size", [1, 5])
 def test_no_bound_of_one_canary_is_above_what_made_its_copies_visible(size):
     """A Gaussian mechanism of mu: `size` copies move it by size * mu. Guesses as often right as
     the best ones are on average, or a little more often."""

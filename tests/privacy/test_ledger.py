@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 import subprocess
 import sys
-import time
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
-from dpdist.core.errors import UserError
 from dpdist.privacy.ledger import (
     Anchor,
-    ChainedJournal,
     Ledger,
     LedgerError,
     ReplayConflict,
-    _parse,
     anchor_path,
 )
-from dpdist.privacy.phases import GaussianAnswers, GaussianSteps
+from dpdist.privacy.phases import GaussianAnswers
 from dpdist.privacy.plan import PrivacyPlan
 
 PLAN = PrivacyPlan.dp_sgd(records=1000, batch_size=50, noise_multiplier=1.5, steps=40, delta=1e-4)
@@ -58,30 +54,6 @@ def test_undisturbed_run_costs_what_the_plan_says(ledger):
     assert again.guarantee(PLAN) == PLAN.guarantee(steps=25)
     assert again.release_counts == dict.fromkeys(range(25), 1)
     assert again.num_superseded == 0
-
-
-def test_record_is_on_disk_before_it_returns(path):
-    """Another process records and is killed without closing anything."""
-    code = (
-        "import os, sys\n"
-        "from dpdist.privacy.ledger import Ledger\n"
-        "ledger = Ledger.open(sys.argv[1], sys.argv[2])\n"
-        "ledger.begin_attempt({'world_size': '1'})\n"
-        "ledger.record(0, '00' * 32)\n"
-        "os.kill(os.getpid(), 9)\n"
-    )
-    subprocess.run([sys.executable, "-c", code, str(path), PLAN.fingerprint()], check=False)
-    assert Ledger.read(path).release_counts == {0: 1}
-
-
-def test_every_record_is_synced(ledger, monkeypatch):
-    ledger.begin_attempt(ONE)
-    calls = []
-    monkeypatch.setattr(os, "fsync", lambda fd: calls.append(fd))
-    ledger.record(0, release(0))
-    assert len(calls) == 1
-    ledger.record(0, release(0))
-    assert len(calls) == 1  # a replay is already on disk
 
 
 def test_exact_replay_is_stored_once(ledger):
@@ -146,31 +118,6 @@ def test_changed_identity_starts_an_epoch_and_old_ones_never_return(ledger):
     assert reopen(again).begin_attempt(ONE) == 3
 
 
-def test_superseded_attempts_are_charged(ledger):
-    ledger.begin_attempt(ONE)
-    for step in range(10):
-        ledger.record(step, release(step))
-    ledger.begin_attempt({"world_size": "2"})
-    for step in range(5, 20):
-        ledger.record(step, release(step, salt=2))
-    assert ledger.num_superseded == 5
-    assert ledger.guarantee(PLAN).epsilon == pytest.approx(PLAN.guarantee(steps=25).epsilon)
-    assert ledger.guarantee(PLAN).epsilon > PLAN.guarantee(steps=20).epsilon
-
-
-def test_superseded_steps_cost_their_own_phase(path):
-    phases = (GaussianSteps(5, 4.0, 0.1), GaussianSteps(5, 1.0, 0.1))
-    plan = PrivacyPlan(1000, phases, 1e-4)
-    with Ledger.open(path, plan.fingerprint()) as ledger:
-        ledger.begin_attempt(ONE)
-        for step in range(10):
-            ledger.record(step, release(step))
-        ledger.new_epoch("again")
-        ledger.record(9, release(9, salt=1))
-        expected = PrivacyPlan(1000, (phases[0], GaussianSteps(6, 1.0, 0.1)), 1e-4)
-        assert ledger.guarantee(plan).epsilon == expected.guarantee().epsilon
-
-
 def test_what_a_process_releases_stands_behind_its_own_nonce(path):
     """Also where another one was announced in between, which released nothing."""
     with Ledger.open(path, PLAN.fingerprint()) as opened:
@@ -197,62 +144,19 @@ def test_an_answer_stands_behind_the_process_that_draws_its_noise(path):
     assert found.released_units(plan) == dict.fromkeys(nonces, (1,))
 
 
-@pytest.mark.parametrize("cut", [1, 5, 60])
-def test_torn_last_line_is_dropped_and_writing_goes_on(ledger, cut):
+def test_torn_last_line_is_dropped_and_writing_goes_on(ledger):
     ledger.begin_attempt(ONE)
     for step in range(3):
         before = anchor_path(ledger.path).read_bytes()
         ledger.record(step, release(step))
     ledger.close()
     raw = ledger.path.read_bytes()
-    ledger.path.write_bytes(raw[:-cut])
+    ledger.path.write_bytes(raw[:-5])
     anchor_path(ledger.path).write_bytes(before)  # it follows a line that is whole and durable
     with Ledger.open(ledger.path, PLAN.fingerprint(), nonce=ledger.nonce) as again:
         assert again.release_counts == {0: 1, 1: 1}
         assert again.record(2, release(2)) == "new"
     assert ledger.path.read_bytes() == raw
-
-
-def test_a_crash_at_any_byte_loses_only_the_unfinished_line(ledger):
-    ledger.begin_attempt(ONE)
-    for step in range(4):
-        ledger.record(step, release(step))
-    raw = ledger.path.read_bytes()
-    ends = [i + 1 for i, byte in enumerate(raw) if byte == ord("\n")]
-    for cut in range(len(raw) + 1):
-        for tail in (b"", bytes(7)):
-            records, _, intact = _parse(raw[:cut] + tail, ledger.path)
-            assert len(records) == sum(end <= cut for end in ends)
-            assert intact == max((end for end in ends if end <= cut), default=0)
-
-
-@pytest.mark.parametrize("line", [0, 1, 2, 3])
-@pytest.mark.parametrize("damage", ["delete", "edit"])
-def test_damage_before_the_end_is_an_error(ledger, line, damage):
-    ledger.begin_attempt(ONE)
-    for step in range(3):
-        ledger.record(step, release(step))
-    ledger.close()
-    lines = ledger.path.read_bytes().splitlines(keepends=True)
-    if damage == "delete":
-        del lines[line]
-    else:
-        lines[line] = lines[line].replace(b"0", b"1", 1)
-    ledger.path.write_bytes(b"".join(lines))
-    with pytest.raises(LedgerError):
-        Ledger.open(ledger.path, PLAN.fingerprint())
-    with pytest.raises(LedgerError):
-        Ledger.read(ledger.path)
-
-
-def test_a_complete_but_wrong_last_line_is_an_error(ledger):
-    ledger.begin_attempt(ONE)
-    ledger.record(0, release(0))
-    ledger.close()
-    raw = ledger.path.read_bytes()
-    ledger.path.write_bytes(raw.replace(b'"step":0', b'"step":1'))
-    with pytest.raises(LedgerError, match=r"ledger\.jsonl"):
-        Ledger.read(ledger.path)
 
 
 def whole(ledger) -> list[bytes]:
@@ -267,8 +171,21 @@ def whole(ledger) -> list[bytes]:
 
 def refused(ledger) -> None:
     for look in (Ledger.read, lambda path: Ledger.open(path, PLAN.fingerprint())):
-        with pytest.raises(LedgerError, match="ledger"):
+        with pytest.raises(LedgerError):
             look(ledger.path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "line"), [("delete", 1), ("edit", 0), ("edit", 2), ("edit", -1)]
+)
+def test_a_damaged_line_is_refused(ledger, damage, line):
+    lines = whole(ledger)
+    if damage == "delete":
+        del lines[line]
+    else:
+        lines[line] = lines[line].replace(b"0", b"1", 1)
+    ledger.path.write_bytes(b"".join(lines))
+    refused(ledger)
 
 
 def test_a_ledger_cut_at_any_line_is_refused(ledger):
@@ -278,7 +195,7 @@ def test_a_ledger_cut_at_any_line_is_refused(ledger):
         refused(ledger)
         assert ledger.path.read_bytes() == b"".join(lines[:kept])
     ledger.path.unlink()
-    with pytest.raises(LedgerError, match=r"ledger\.jsonl"):
+    with pytest.raises(LedgerError):
         Ledger.open(ledger.path, PLAN.fingerprint())
     assert not ledger.path.exists()
     ledger.path.write_bytes(b"".join(lines))
@@ -293,7 +210,7 @@ def test_another_ledger_of_the_same_plan_is_refused(ledger, tmp_path):
     refused(ledger)
 
 
-@pytest.mark.parametrize("content", [None, b"", b"nonsense", b"7 short", bytes(46)])
+@pytest.mark.parametrize("content", [None, b"", b"7 short"])
 def test_a_lost_or_damaged_anchor_is_an_error(ledger, content):
     whole(ledger)
     anchor = anchor_path(ledger.path)
@@ -347,41 +264,12 @@ def test_killed_at_any_moment_the_ledger_opens_again(path):
         assert len(Ledger.read(path).release_counts) >= int(said.split()[-1])
 
 
-@pytest.mark.parametrize("lines", [1, 2])
-def test_a_journal_of_another_version_is_refused(tmp_path, monkeypatch, lines):
-    path = tmp_path / "old.jsonl"
-    with monkeypatch.context() as patch:
-        patch.setattr("dpdist.privacy.ledger._VERSION", 1)
-        with closing(ChainedJournal.open(path, "plan", {})) as journal:
-            for _ in range(lines - 1):
-                journal.append({"a": 1})
-    for opened in (ChainedJournal.read, lambda *asked: ChainedJournal.open(*asked, {})):
-        with pytest.raises(LedgerError, match=r"old\.jsonl"):
-            opened(path, "plan")
-    anchor_path(path).unlink()
-    with pytest.raises(LedgerError):
-        ChainedJournal.read(path, "plan")
-
-
-@pytest.mark.timeout(20)
-def test_a_pipe_in_place_of_the_anchor_is_not_waited_for(ledger):
-    ledger.close()
-    anchor_path(ledger.path).unlink()
-    os.mkfifo(anchor_path(ledger.path))
-    for opened in (lambda: Ledger.read(ledger.path), lambda: Ledger.open(ledger.path, "ff" * 32)):
-        with pytest.raises(UserError, match=r"ledger\.anchor"):
-            opened()
-
-
 def test_another_plan_is_refused(ledger):
     ledger.close()
-    with pytest.raises(LedgerError, match=r"ledger\.jsonl"):
-        Ledger.open(ledger.path, "ff" * 32)
-    other = PrivacyPlan.dp_sgd(
-        records=1000, batch_size=50, noise_multiplier=9.0, steps=40, delta=1e-4
-    )
     with pytest.raises(LedgerError):
-        Ledger.read(ledger.path).guarantee(other)
+        Ledger.open(ledger.path, "ff" * 32)
+    with pytest.raises(LedgerError):
+        Ledger.read(ledger.path).guarantee(replace(PLAN, delta=1e-5))
 
 
 def test_two_writers_are_refused(ledger, monkeypatch):
@@ -389,13 +277,6 @@ def test_two_writers_are_refused(ledger, monkeypatch):
     with pytest.raises(LedgerError):
         Ledger.open(ledger.path, PLAN.fingerprint())
     assert Ledger.read(ledger.path).plan_fingerprint == PLAN.fingerprint()
-
-
-def test_readers_cannot_write(ledger):
-    ledger.begin_attempt(ONE)
-    reader = Ledger.read(ledger.path)
-    with pytest.raises(LedgerError):
-        reader.record(0, release(0))
 
 
 def test_a_failed_write_is_no_release(ledger, monkeypatch):
@@ -407,7 +288,7 @@ def test_a_failed_write_is_no_release(ledger, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(LedgerError, match="disk full"):
+        with pytest.raises(LedgerError):
             ledger.record(0, release(0))
     assert ledger.path.read_bytes() == raw
     with pytest.raises(LedgerError):
@@ -431,23 +312,14 @@ def test_ctrl_c_inside_a_write_leaves_a_ledger_that_opens_again(ledger, monkeypa
         assert again.release_counts == {0: 1}  # it may have been made
 
 
-def test_malformed_arguments(ledger):
-    with pytest.raises(LedgerError):
+def test_what_cannot_be_accounted_is_not_recorded(ledger):
+    with pytest.raises(LedgerError):  # before an attempt
         ledger.record(0, release(0))
-    with pytest.raises(LedgerError):
-        ledger.new_epoch("too early")
     ledger.begin_attempt(ONE)
-    for step in (-1, 1.0, True):
+    for step, name in ((-1, release(0)), (True, release(0)), (0, "ab"), (0, "zz" * 32)):
         with pytest.raises(ValueError):
-            ledger.record(step, release(0))
-    for bad in ("", "ab", "zz" * 32):
-        with pytest.raises(ValueError):
-            ledger.record(0, bad)
-
-
-def test_step_outside_the_plan_cannot_be_accounted(ledger):
-    ledger.begin_attempt(ONE)
-    ledger.record(40, release(40))
+            ledger.record(step, name)
+    ledger.record(40, release(40))  # beyond the plan
     with pytest.raises(ValueError):
         ledger.guarantee(PLAN)
 
@@ -455,19 +327,3 @@ def test_step_outside_the_plan_cannot_be_accounted(ledger):
 def test_file_is_private(ledger):
     assert stat.S_IMODE(ledger.path.stat().st_mode) == 0o600
     assert stat.S_IMODE(ledger.path.parent.stat().st_mode) == 0o700
-
-
-def test_ten_times_the_records_take_ten_times_to_load(ledger, monkeypatch):
-    """Thirty at most: by a quadratic step they would take a hundred times."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-    spent = []
-    for steps in (range(1000), range(1000, 10_000)):
-        ledger.begin_attempt(ONE)
-        for step in steps:
-            ledger.record(step, release(step))
-        began = time.process_time()
-        ledger = reopen(ledger)
-        spent.append(time.process_time() - began)
-    assert spent[1] < 30 * spent[0]
-    assert len(ledger.release_counts) == 10_000
-    assert json.loads(ledger.path.read_text().splitlines()[-1])["record"]["step"] == 9999

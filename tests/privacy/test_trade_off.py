@@ -21,21 +21,6 @@ def plan(noise: float, rate: float, steps: int = 1, adjacency="add-or-remove-one
     )
 
 
-@pytest.mark.parametrize(
-    "curve",
-    [
-        audit_bounds.gaussian_tradeoff(1.3),
-        audit_bounds.approximate_dp_tradeoff(1.0, 0.01),
-        audit_bounds.plan_tradeoff(plan(0.8, 0.1, 20)),
-        audit_bounds.group_tradeoff(audit_bounds.approximate_dp_tradeoff(0.5, 1e-3), 3),
-    ],
-)
-def test_curves_are_convex_non_decreasing_and_below_the_diagonal(curve):
-    values = curve(GRID)
-    assert (values >= 0).all() and (values <= GRID + 1e-12).all()
-    assert (np.diff(values) >= -1e-12).all() and (np.diff(values, 2) >= -1e-9).all()
-
-
 @pytest.mark.parametrize(("adjacency", "mu"), [("add-or-remove-one", 1.25), ("replace-one", 2.5)])
 def test_a_full_batch_plan_has_the_gaussian_curve(adjacency, mu):
     got = audit_bounds.plan_tradeoff(plan(0.8, 1.0, adjacency=adjacency))(GRID)
@@ -57,13 +42,8 @@ def test_a_subsampled_curve_is_the_hull_of_what_thresholds_reach_in_both_directi
     assert (reached > -1e-6).mean() > 0.4  # and a direction reaches the curve nearly everywhere
 
 
-def test_no_noise_has_no_curve():
-    assert audit_bounds.plan_tradeoff(plan(0.0, 0.1)) is None
-
-
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_a_group_is_the_lemma(size):
-    epsilon, delta = 0.4, 1e-3
+def test_a_group_is_the_lemma():
+    size, epsilon, delta = 5, 0.4, 1e-3
     x = np.array([0.05, 0.2])  # the lower branch
     expected = np.exp(-size * epsilon) * (x - group_delta_by_lemma(epsilon, delta, size))
     grouped = audit_bounds.group_tradeoff(

@@ -54,18 +54,6 @@ class JobRecorder(LocalExecutor):
         self.jobs.append(group.argument["job"])
 
 
-class ThreadExecutor(LocalExecutor):
-    """Train with so many thread workers, whatever the recipe says."""
-
-    def __init__(self, workers: int) -> None:
-        super().__init__()
-        self._workers = workers
-
-    def run_workers(self, group: WorkerGroup) -> None:
-        with executor._torch_as_in_a_new_process():
-            execute(group.argument["job"], self._workers, group.argument["until"])
-
-
 def run_without_ray(patch: pytest.MonkeyPatch) -> None:
     """From now on all work goes to a `TestExecutor`; ends with the monkeypatch."""
     patch.setattr(executor, "_open_executors", [*executor._open_executors, TestExecutor()])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -40,15 +39,6 @@ def finish(process: subprocess.Popen, timeout: float = 240) -> tuple[str, str]:
     out, err = process.communicate(timeout=timeout)
     assert process.returncode == 0, f"{out}\n{err}"
     return out, err
-
-
-def processor_seconds(code: str, *arguments: str) -> tuple[str, float]:
-    """Run Python code in a fresh process; return what it printed and its processor seconds."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def wait_for(

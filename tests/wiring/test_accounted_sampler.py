@@ -114,17 +114,3 @@ def test_a_recipe_executes_the_sampler_that_it_accounts(path):
         assert taken.expected_batch == pytest.approx(rate * plan.records, rel=1e-12)
         assert is_poisson(drawn(taken), rate)
     assert executed or all(isinstance(p, GaussianAnswers | UpfrontPhase) for p in plan.phases)
-
-
-def test_other_samplers_are_told_from_it():
-    """Shuffled batches, a fixed number at random, a rate that is 1.3 times the accounted one."""
-    rng, rate = np.random.default_rng(5), 1 / STEPS
-    owner = rng.permutation(RECORDS) % STEPS
-    shuffled = owner == np.arange(STEPS)[:, None]
-    fixed = np.zeros((STEPS, RECORDS), dtype=bool)
-    for row in fixed:
-        row[rng.choice(RECORDS, RECORDS // STEPS, replace=False)] = True
-    assert is_poisson(rng.random((STEPS, RECORDS)) < rate, rate)
-    assert not is_poisson(shuffled, rate) and not is_poisson(fixed, rate)
-    assert not is_poisson(rng.random((STEPS, RECORDS)) < 1.3 * rate, rate)
-    assert not is_poisson(rng.random((STEPS, RECORDS)) < 0.99, 1.0)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 from support.local_execution import command, run_without_ray
 from support.recipes import write_recipe
+from support.settings import sets
 
 from dpdist.runs.archive import publishable_files
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import load_recipe
 from dpdist.tuning.manifest import SearchFolder, read_trials
 
 RECIPE = {
@@ -35,7 +34,6 @@ RELEASE = {
 CERTIFIED = {
     "certificates.parquet", "journal.jsonl", "rate.json", "settings.json", "timings.csv",
 }  # fmt: skip
-REPORT = {"report/index.html"}
 PRIVATE = {
     "run.key", "plan.json", "begun-with.json", "ledger.jsonl", "ledger.anchor", "data.json",
     "trained.json", "progress.json", "metrics.jsonl", "workers.jsonl",
@@ -70,6 +68,11 @@ def outside(run: Path) -> set[str]:
     return {name for name in files(run) if not name.startswith("private/")}
 
 
+def public(run: Path) -> set[str]:
+    """Those outside, without the report's pages."""
+    return {name for name in outside(run) if not name.startswith("report/")}
+
+
 def check_secrecy(run: Path, keys: list[bytes]) -> None:
     """Only the owner reads private/; no key is anywhere else, as bytes or as text."""
     private = run / "private"
@@ -102,29 +105,13 @@ def test_train_certify_attack_report_release(dpdist, tmp_path):
 
     dpdist("run", recipe)
     certified = {f"certificates/sigma-0.25-fixed-n-50/{name}" for name in CERTIFIED}
-    pages = {name for name in outside(run) if name.startswith("report/")}
-    assert outside(run) - pages == BEGUN | RELEASE | certified
-    assert pages >= REPORT and {Path(p).suffix for p in pages} <= {".html", ".svg"}
-
-    dpdist("certify", "small", "--sigma", "0.5")
-    certified |= {f"certificates/sigma-0.5-fixed-n-50/{name}" for name in CERTIFIED}
-    pages = {name for name in outside(run) if name.startswith("report/")}
-    assert outside(run) - pages == BEGUN | RELEASE | certified
-
-    dpdist(
-        "attack",
-        "small",
-        "--set",
-        "attack.max_inputs=4",
-        "--set",
-        "attack.attacks=[fgsm]",
-        "--set",
-        "attack.sizes=[0.1]",
-    )
+    pages = outside(run) - public(run)
+    assert public(run) == BEGUN | RELEASE | certified
+    assert "report/index.html" in pages and {Path(p).suffix for p in pages} <= {".html", ".svg"}
+    dpdist("attack", "small", *sets("attack", "max_inputs=4", "attacks=[fgsm]", "sizes=[0.1]"))
     attacked = {n for n in outside(run) if n.startswith("attacks/linf-steps-10-first-4/")}
-    pages = {name for name in outside(run) if name.startswith("report/")}
     assert {Path(n).name for n in attacked} == {"attacks.parquet", "journal.jsonl", "settings.json"}
-    assert outside(run) - pages == BEGUN | RELEASE | certified | attacked
+    assert public(run) == BEGUN | RELEASE | certified | attacked
     # None of these commands touched what is private, but for the log of a session.
     assert files(run / "private") - {"ray.log"} == PRIVATE
     check_secrecy(run, [key_of(run)])
@@ -172,19 +159,3 @@ def test_a_refused_command_leaves_nothing(dpdist, tmp_path):
     dpdist("run", recipe, code=2)
     dpdist("release", "small", code=2)
     assert files(tmp_path) == {"small.yaml"}
-
-
-def test_a_training_removes_what_a_killed_one_left(dpdist, tmp_path):
-    """Files that it was writing aside, which may hold half a checkpoint."""
-    run = tmp_path / "runs" / "small"
-    process = subprocess.Popen(["true"])
-    process.wait()
-    name = f".state.safetensors.{process.pid}-0123abcd"
-    left = [run / "private" / name, run / "private" / "checkpoints" / "step-00000001" / name]
-    asked = write(tmp_path)
-    RunFolder(run).create_or_open(load_recipe(asked))
-    for path in left:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("half")
-    dpdist("run", "--until", "train", asked)
-    assert not any(path.exists() for path in left)

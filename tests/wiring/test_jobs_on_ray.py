@@ -10,7 +10,6 @@ import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,6 @@ from support.local_execution import run_without_ray
 from support.training import make
 
 from dpdist import models, pipeline
-from dpdist.attacks.settings import AttackSettings
 from dpdist.audits.membership import Membership
 from dpdist.audits.target import target_of_recipe
 from dpdist.audits.trainings import ManyRunsJob
@@ -35,22 +33,13 @@ pytestmark = pytest.mark.e2e
 
 PATHS = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 SETTINGS = Cohen(sigma=0.25, n0=10, n=60, batch=10, seed="5")
-ATTACK = AttackSettings(
-    norm="l2", sizes=(0.2, 1.0), attacks=("pgd",), steps=2, batch=4, seed="5", n=100, samples=2,
-    sigma=0.25,
-)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Images:
-    count: int = 4
-    classes: int = 3
-    fingerprint: str = "fake"
-    name: str = "fake/test"
+class Images(certificates.Data):
+    """Four, of a size that torchvision takes."""
 
-    @property
-    def labels(self) -> np.ndarray:
-        return np.arange(self.count) % self.classes
+    def __init__(self) -> None:
+        super().__init__(count=4)
 
     def batch(self, indices: np.ndarray | slice) -> torch.Tensor:
         images = np.random.default_rng(0).random((self.count, 3, 32, 32), dtype=np.float32)
@@ -117,15 +106,6 @@ def test_a_killed_driver_loses_nothing(ray_session: None, model: Path, tmp_path:
     with here():
         reference = certificates.certify(model, Images(), SETTINGS, tmp_path / "here")
     assert found.to_pylist() == reference.to_pylist() and found.num_rows == 4
-
-
-def test_an_attack_on_ray_finds_what_one_process_finds(ray_session: None, tmp_path: Path) -> None:
-    model, spec = tmp_path / "model", models.ModelSpec("linear", (3, 32, 32), 3)
-    models.save(models.initialize(spec, 0), spec, model)
-    found = certificates.attack_model(model, Images(), ATTACK, tmp_path / "ray", actors=1)
-    with here():
-        reference = certificates.attack_model(model, Images(), ATTACK, tmp_path / "here")
-    assert found.to_pylist() == reference.to_pylist() and found.num_rows == 4 * 3
 
 
 def test_trainings_on_ray_are_those_of_one_process(ray_session: None, tmp_path: Path) -> None:

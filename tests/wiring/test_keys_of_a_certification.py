@@ -24,7 +24,6 @@ from dpdist.certification.cohen import Cohen
 from dpdist.certification.expected_scores import ExpectedScores
 from dpdist.certification.predict import Predictor
 from dpdist.certification.worker import CLEAN_DRAWS
-from dpdist.core.errors import UserError
 from dpdist.randomness.keys import AesWords, StreamKeys
 
 N, N0, BATCH, COUNT = 250, 30, 100, 4
@@ -71,12 +70,9 @@ def test_selecting_estimating_and_checking_never_share_a_draw(certify):
     assert len(set().union(*by_name.values())) == len(names), "two units share a stream"
 
 
-@pytest.mark.parametrize(
-    "mode", [{"mode": "target-radius", "radii": (0.1, 0.3)}, {"mode": "anytime", "radii": (0.1,)}],
-    ids=["target", "anytime"],
-)  # fmt: skip
+@pytest.mark.parametrize("mode", ["target-radius", "anytime"])
 def test_the_sequential_modes_select_by_draws_of_their_own(certify, mode):
-    units, _ = certify(with_changes(SETTINGS, **mode))
+    units, _ = certify(with_changes(SETTINGS, mode=mode, radii=(0.1,)))
     selecting = {s.key for s in units if s.kind.startswith("select")}
     estimating = {s.key for s in units if s.kind.startswith("estimate")}
     assert len(selecting) == COUNT and not selecting & estimating
@@ -135,19 +131,6 @@ def test_predictions_draw_fresh_secret_noise(tmp_path, monkeypatch):
         assert len(asked) == len(set(asked)) == 3 * 3 + 2
         used.append(set(asked))
     assert not used[0] & used[1]
-
-
-def test_a_model_of_numbers_that_are_not_finite_is_not_certified(tmp_path, monkeypatch):
-    """The argmax of NaN is a constant: it would get the largest radius."""
-    run_without_ray(monkeypatch)
-    folder = save_small_cnn(tmp_path / "model")
-    spec, module = models.read_spec(folder), models.load(folder)
-    with torch.no_grad():
-        next(module.parameters())[0] = torch.nan
-    models.save(module, spec, folder)
-    with pytest.raises((UserError, ValueError), match="not finite"):
-        certificates.certify(folder, Images(), SETTINGS, tmp_path / "out")
-    assert not (tmp_path / "out" / job.TABLE).exists()
 
 
 def test_the_table_is_what_the_draws_say(certify, tmp_path):

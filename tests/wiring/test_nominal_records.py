@@ -16,7 +16,6 @@ from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import FlatClipping, rounding_slack, sum_slack
 from dpdist.gradients.engine import GradientEngine, cross_entropy
 from dpdist.gradients.sampling import Blocks
-from dpdist.privacy.card import card_markdown
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import GaussianSteps
 from dpdist.privacy.plan import PrivacyPlan
@@ -40,13 +39,9 @@ def recipe_on(tmp: Path, records: int, **changes) -> tuple[Recipe, RunFolder]:
         table = {name: rng.random(500)[:rows] for name in NAMES}
         table["label"] = rng.integers(0, 3, 500)[:rows]
         write_split(root / "mine", split, **table)
+    columns = {"features": NAMES, "label": "label"}
     settings = {
-        "data": {
-            "name": "mine",
-            "root": str(root),
-            "classes": 3,
-            "columns": {"features": NAMES, "label": "label"},
-        },
+        "data": {"name": "mine", "root": str(root), "classes": 3, "columns": columns},
         "model": {"name": "linear"},
         "privacy": {"noise_multiplier": 1.0, "delta": 1e-3, "nominal_records": 128},
         "training": {"batch_size": 16, "epochs": 1, "learning_rate": 0.1},
@@ -96,16 +91,11 @@ def test_the_batch_is_drawn_from_all_records_at_the_declared_rate(tmp_path):
     assert 25 < np.mean(sizes) < 40
 
 
-WORKERS = [{"workers": 3}, {"workers": 1}]
-
-
-@pytest.mark.parametrize("nominal", [None, 128])
-@pytest.mark.parametrize("reproducible", [False, True])
-@pytest.mark.parametrize("resources", WORKERS)
-def test_the_clip_leaves_room_for_one_block(tmp_path, nominal, reproducible, resources):
+@pytest.mark.parametrize(("nominal", "reproducible"), [(None, True), (128, False)])
+def test_the_clip_leaves_room_for_one_block(tmp_path, nominal, reproducible):
     training = {"batch_size": 16, "steps": 2, "learning_rate": 0.1, "reproducible": reproducible}
     private = {"noise_multiplier": 1.0, "delta": 1e-3, "nominal_records": nominal}
-    more = {"resources": resources, "training": training, "privacy": private}
+    more = {"resources": {"workers": 3}, "training": training, "privacy": private}
     recipe, _ = recipe_on(tmp_path, 120, **more)
     engine = build_engine(recipe, torch.nn.Linear(6, 3))
     engine.blocks = Blocks(1, 8)
@@ -168,30 +158,27 @@ def test_a_counted_number_is_named_in_the_relation(tmp_path):
     job = prepare(recipe, folder, "test")
     guarantee = job.plan.guarantee()
     assert guarantee.relation == "zero-out adjacency (data set size public)"
-    assert guarantee.relation in str(guarantee)
-    assert "nominal" not in job.plan.to_dict()  # plans written before keep their fingerprint
     execute(job)
     described = load_results(folder).privacy_card()
     assert described["relation"] == guarantee.relation
-    assert "zero-out" in card_markdown(described) and "(counted)" in card_markdown(described)
+    assert described["records_are"] == "counted"
 
 
 def test_what_would_depend_on_the_true_number_is_refused(tmp_path):
     strict = {"epsilon": 2.0, "delta": 1e-3, "nominal_records": 128}
-    with pytest.raises(UserError, match=r"nominal_records does not go with batch_cap"):
-        recipe_on(tmp_path, 120, privacy=strict | {"batch_cap": 30})
-    few = {"name": "mine", "max_train": 60}
-    with pytest.raises(UserError, match=r"nominal_records does not go with data\.max_train"):
-        recipe_on(tmp_path, 120, data=few)
     search = {
         "space": {"training.learning_rate": {"choice": [0.1, 0.2]}},
         "num_trials": {"name": "geometric", "mean": 3},
     }
-    with pytest.raises(UserError, match=r"nominal_records does not go with tune"):
-        recipe_on(tmp_path, 120, tune=search)
-    with pytest.raises(ValueError, match="capped batch"):
+    for changes, key in (
+        ({"privacy": strict | {"batch_cap": 30}}, "batch_cap"),
+        ({"data": {"name": "mine", "max_train": 60}}, r"data\.max_train"),
+        ({"tune": search}, "tune"),
+    ):
+        with pytest.raises(UserError, match=key):
+            recipe_on(tmp_path, 120, **changes)
+    with pytest.raises(ValueError):
         PrivacyPlan(128, (GaussianSteps(3, 1.0, 0.1, 20),), 1e-3, nominal=True)
-    recipe, folder = recipe_on(tmp_path, 120, training={"batch_size": 129, "steps": 3,
-                                                        "learning_rate": 0.1})  # fmt: skip
+    large = {"batch_size": 129, "steps": 3, "learning_rate": 0.1}
     with pytest.raises(UserError, match="batch_size"):
-        prepare(recipe, folder, "test")
+        prepare(*recipe_on(tmp_path, 120, training=large), "test")
