@@ -31,12 +31,6 @@ WRONG: list[tuple[type[FileShape], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "record"), GOOD, ids=lambda each: getattr(each, "__name__", ""))
-def test_a_whole_file_is_read(shape, record):
-    read = shape.parse(record, "FILE").model_dump()
-    assert read == record
-
-
 @pytest.mark.parametrize(("shape", "change", "named"), WRONG)
 def test_another_shape_is_refused_by_file_and_key(shape, change, named):
     record = {**dict(GOOD).get(shape, {}), **change}

@@ -52,31 +52,6 @@ def test_no_refusal_loads_torch_or_ray(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-INTERRUPTED = """
-import runpy, sys
-
-class Interrupting:
-    def find_spec(self, name, path=None, target=None):
-        if name == "dpdist.cli.main":
-            raise KeyboardInterrupt
-
-sys.meta_path.insert(0, Interrupting())
-runpy.run_module("dpdist", run_name="__main__")
-"""
-
-
-def test_ctrl_c_while_python_imports_ends_quietly(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
-    assert '\ndpdist = "dpdist.__main__:start"\n' in (ROOT / "pyproject.toml").read_text()
-
-
 LIGHT = (
     "dpdist.cli.main",
     "dpdist.runs.recipe",
