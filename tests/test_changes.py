@@ -8,7 +8,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from dpdist.cli import audit, main
+from dpdist.cli import main
 from dpdist.core.errors import UserError
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import load_recipe, parse_changes, resolve_recipe
@@ -81,13 +81,3 @@ def test_a_run_s_recipe_is_the_changed_one(path):
     assert folder.read_recipe().training.steps == 7
     with pytest.raises(UserError, match=r"training\.steps"):
         folder.create_or_open(load_recipe(path))
-
-
-def test_an_audit_tells_its_options_from_keys_of_the_recipe(path):
-    recipe, folder = audit._open_run_or_recipe(
-        str(path), path.parent / "runs", ["training.steps=9"]
-    )
-    assert folder is None and recipe.training.steps == 9
-    RunFolder(path.parent / "runs" / "done").create_or_open(load_recipe(path))
-    with pytest.raises(UserError, match=r"--set training\.steps"):
-        audit._open_run_or_recipe("done", path.parent / "runs", ["training.steps=9"])

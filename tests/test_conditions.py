@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import yaml
-from support.local_execution import command, run_without_ray
 
 from dpdist.core.errors import UserError
 from dpdist.core.fields import iter_unused_options
@@ -94,24 +93,3 @@ def test_a_recipe_written_with_all_defaults_is_accepted():
         whole = recipe_of(sections)
         refuse_unused(parse_recipe(yaml.safe_load(whole.to_yaml()), "again"), "again")
         assert list(iter_unused_options(whole)) == []
-
-
-RAW = {
-    "name": "small", "data": {"name": "digits"}, "model": "linear", "privacy": PRIVATE,
-    "training": {"batch_size": 50, "steps": 3, "learning_rate": 0.1, "factor": 0.5},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("run", "r.yaml"), ("run", "r.yaml", "--dry-run"), ("audit", "r.yaml"),
-    ],
-)  # fmt: skip
-def test_every_command_that_begins_a_run_refuses(arguments, tmp_path, monkeypatch, capsys):
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(RAW))
-    run_without_ray(monkeypatch)
-    done = command(monkeypatch, capsys, tmp_path, *arguments)
-    assert done.code == 2, done.out + done.err
-    assert "r.yaml: training.factor: " in done.err
-    assert not (tmp_path / "runs").exists()

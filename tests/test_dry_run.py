@@ -81,23 +81,6 @@ def test_what_is_printed_is_what_runs(case, tmp_path):
     assert dict(pipeline.dry_run(recipe, runs=tmp_path, context="r.yaml"))["guarantee"] == stated
 
 
-@pytest.mark.slow
-def test_a_name_that_is_taken_hides_no_plan(tmp_path):
-    """A dry run prints a changed recipe's plan although a run has its name."""
-    first, second = (parse_recipe(BASE | CASES[case], "r.yaml") for case in ("plain", "paid"))
-    executed(first, tmp_path / "runs")
-    files = sorted((tmp_path / "runs").rglob("*"))
-    rows = pipeline.dry_run(second, runs=tmp_path / "runs", context="r.yaml")
-    (name, why), *plan = rows
-    assert name == "not under this name" and str(tmp_path / "runs/r") in why
-    alone = pipeline.dry_run(second, runs=tmp_path / "none", context="r.yaml")
-    measured = "training time"
-    assert [row for row in plan if row[0] != measured] == [r for r in alone if r[0] != measured]
-    assert sorted((tmp_path / "runs").rglob("*")) == files
-    with pytest.raises(UserError):
-        pipeline.run(second, runs=tmp_path / "runs", context="r.yaml")
-
-
 @pytest.mark.parametrize(
     "sections",
     [

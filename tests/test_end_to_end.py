@@ -7,7 +7,6 @@ checks several things. What comes before and after them runs in this process.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from pathlib import Path
@@ -21,7 +20,6 @@ from support.processes import (
     LOOPBACK,
     descendants,
     finish,
-    kill,
     listening_addresses,
     parameters,
     running_processes,
@@ -115,52 +113,6 @@ FAULTY = {
     "training": {"steps": STEPS, "batch_size": 20, "learning_rate": 0.05},
     "resources": {"workers": 2, "checkpoint_seconds": 0.3},
 }
-
-
-@pytest.mark.e2e
-@pytest.mark.nightly
-def test_killed_workers_a_killed_driver_and_an_interrupt_change_nothing(tmp_path, dpdist):
-    """kill -9 a worker and the driver, Ctrl-C and SIGTERM: same parameters, same ledger as
-    undisturbed and without Ray. Both interrupts are clean: exit code 130, one line, no processes
-    left behind. After SIGTERM no step is repeated."""
-    dpdist("run", "--until", "train", recipe(tmp_path / "a", **FAULTY), cwd=tmp_path / "a")
-    undisturbed = tmp_path / "a" / "runs" / "small"
-
-    asked = recipe(tmp_path / "b", **FAULTY)
-    run = tmp_path / "b" / "runs" / "small"
-    # the rest of the run is a second's work and must not be done
-    slowly = slow_fsync_environment(tmp_path)
-    process = start("run", "--until", "train", asked, cwd=tmp_path / "b", **slowly)
-    wait_for(lambda: steps_done(run) >= 60, process=process)
-    os.kill(training_workers(process.pid)[0], signal.SIGKILL)
-    wait_for(lambda: steps_done(run) >= 160, process=process)
-    workers = training_workers(process.pid)
-    for worker in workers:
-        os.kill(worker, signal.SIGSTOP)
-    kill(process, workers)
-    assert not (run / "private" / "trained.json").exists()
-    reached = steps_done(run)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        process = start("run", "--until", "train", asked, cwd=tmp_path / "b", **slowly)
-        wait_for(lambda reached=reached: steps_done(run) >= reached + 40, process=process)
-        left = descendants(process.pid)
-        process.send_signal(number)
-        out, err = process.communicate(timeout=60)
-        assert process.returncode == 130, out + err
-        assert "interrupted" in err and "Traceback" not in err
-        wait_for(lambda left=left: not running_processes(left))
-        assert not (run / "private" / "trained.json").exists()
-        reached = steps_done(run)
-
-    out = dpdist("run", "--until", "train", asked, cwd=tmp_path / "b")
-    assert "NOT PRIVATE: fixed run key" in out
-    last = read_groups(RunFolder(run))[-1]
-    assert last.step == reached and last.saved > 0 == last.again
-    assert torch.equal(parameters(run), parameters(undisturbed))
-    ours, theirs = (Ledger.read(r / "private" / "ledger.jsonl") for r in (run, undisturbed))
-    assert ours.release_counts == theirs.release_counts == dict.fromkeys(range(STEPS), 1)
-    assert ours.num_superseded == 0
 
 
 @pytest.mark.e2e

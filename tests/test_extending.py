@@ -21,7 +21,6 @@ from dpdist.attacks.gradient_attacks import Ball
 from dpdist.certification import registry, table_reader
 from dpdist.certification.cohen import Cohen
 from dpdist.core import fields
-from dpdist.core.errors import UserError
 from dpdist.training.records import data_source
 
 
@@ -56,25 +55,6 @@ def test_a_certificate(golden, beside, monkeypatch):
     assert (mine["k"] == exact["k"]).all()
     assert (mine["p_lower"] < exact["p_lower"]).all()  # the exact bound is the better one
     assert tables[Chernoff].mode == "chernoff" and (mine["radius"] > 0).any()
-
-
-def test_a_certificate_that_nobody_could_read_is_refused_before_a_draw(monkeypatch, tmp_path):
-    """Not registered, or of a mode that another has."""
-    monkeypatch.setattr(registry, "BY_MODE", dict(registry.BY_MODE))
-
-    class Own(Cohen):
-        mode: Literal["own"] = "own"
-
-    class Taken(Cohen):
-        mode: Literal["hoeffding"] = "hoeffding"
-
-    inputs = torch.eye(3), torch.arange(3)
-    for kind in (Own, Taken):
-        with pytest.raises(UserError, match=kind.__name__):
-            dpdist.certify(
-                torch.nn.Linear(3, 3), inputs, kind(sigma=0.1, n=50), folder=tmp_path / "c"
-            )
-        assert not (tmp_path / "c").exists()
 
 
 def test_a_registered_kind_writes_and_reads_its_own_table(monkeypatch, tmp_path):

@@ -22,8 +22,6 @@ from dpdist import data, models
 from dpdist.certification import table as tables
 from dpdist.certification.predict import Predictor
 from dpdist.core.errors import UserError
-from dpdist.core.optional_imports import import_torchvision
-from dpdist.data.test_inputs import find_test_inputs, resized
 from dpdist.importing import ForeignModel, TestData, import_model
 from dpdist.models.weights import load_foreign, read_weights
 from dpdist.privacy.phases import NOT_TRAINED_HERE
@@ -98,17 +96,6 @@ def test_a_certificate_counts_the_votes_of_that_network(
     assert len(table) == 18
 
 
-def test_classes_and_options_reach_the_factory(tmp_path: Path) -> None:
-    path = tmp_path / "wide.safetensors"
-    save_file(foreign.Net(10, 7).state_dict(), path)
-    given = ForeignModel(FACTORY, path, {"width": 7})
-    recipe = import_model(given, TestData("digits"), RunFolder(tmp_path / "wide"))
-    assert recipe.model.options == {"width": 7, "num_classes": 10}
-    with pytest.raises(UserError, match="--option"):
-        import_model(ForeignModel(FACTORY, path), TestData("digits"), RunFolder(tmp_path / "x"))
-    assert not (tmp_path / "x").exists()
-
-
 # --- weights ----------------------------------------------------------------------------------
 
 
@@ -156,27 +143,6 @@ def write_pictures(folder: Path, classes: tuple[str, ...], *sizes: tuple[int, in
             Image.fromarray(pixels).save(folder / name / f"{number}.png")
 
 
-@pytest.mark.parametrize("size", [(40, 56), (17, 90)])
-def test_resize_and_crop_are_torchvisions(size: tuple[int, int]) -> None:
-    pixels = np.random.default_rng(1).integers(0, 256, (3, *size), dtype=np.uint8)
-    transforms = import_torchvision("transforms")
-    wanted = transforms.Compose([transforms.Resize(36), transforms.CenterCrop((32, 30))])
-    picture = Image.fromarray(np.moveaxis(pixels, 0, -1))
-    found = resized(pixels, 3, 36, (32, 30))
-    assert found.size == (30, 32)
-    assert np.array_equal(np.asarray(found), np.asarray(wanted(picture)))
-
-
-def test_pictures_of_several_sizes_become_one_and_say_how(tmp_path: Path) -> None:
-    write_pictures(tmp_path / "p" / "val", ("cat", "ant"), (40, 56), (32, 32))
-    found = find_test_inputs(tmp_path / "p", tmp_path / "inputs", (3, 24, 24), 30)
-    assert (found.names, found.classes, found.inputs) == (("ant", "cat"), 2, 4)
-    columns = data.Columns(found.image or "", found.label)
-    source = data.DataSource(found.name, 2, found.root, test=found.split, columns=columns)
-    read = data.load(source, "test")
-    assert read.input_shape == (3, 24, 24) and read.labels.tolist() == [0, 0, 1, 1]
-
-
 @pytest.mark.slow
 def test_predict_brings_a_picture_to_the_input_as_certify_does(
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -206,13 +172,6 @@ def test_predict_brings_a_picture_to_the_input_as_certify_does(
     done = call("predict", released, *files, "--label-only", *trust)
     assert done.exit_code == 0, (done.output, done.exception)
     assert torch.equal(torch.stack(seen), torch.stack(before))
-
-
-def test_a_factory_that_loads_its_weights_needs_no_file(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "own")
-    recipe = import_model(ForeignModel("support.foreign:loaded"), TestData("digits"), folder)
-    model = models.load(folder.model_folder, trusted_factory=recipe.model.name)
-    assert torch.equal(model.head.weight, foreign.loaded().head.weight)
 
 
 def test_a_table_of_numbers_is_imported(tmp_path: Path) -> None:

@@ -54,12 +54,6 @@ def following(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return made(tmp_path_factory.mktemp("next"), "next", {"words": 4})
 
 
-@pytest.fixture(scope="module")
-def labeled(golden: Any, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    pytest.importorskip("transformers")
-    return golden("text", tmp_path_factory.mktemp("label"))
-
-
 def said(*arguments: object) -> str:
     done = CliRunner().invoke(app, [str(each) for each in arguments])
     if done.exception is not None:
@@ -86,17 +80,6 @@ def test_the_next_word_is_that_of_the_last_word_of_a_text(following):
     assert [each["name"] for each in answers[0]["likely"]] == [names[place] for place in order]
     shares = [each["probability"] for each in answers[0]["likely"]]
     assert shares == pytest.approx([float(wanted[place]) for place in order])
-
-
-@pytest.mark.slow
-def test_a_label_is_that_of_the_bytes(labeled):
-    answer = json.loads(said("predict", labeled.release_folder, "--text", "cat", "--json"))
-    row = torch.full((1, LENGTH), -1.0)
-    row[0, :5] = torch.tensor([0.0, *(byte + 2 for byte in b"cat"), 1.0])
-    with torch.no_grad():
-        shares = load_model(labeled.read_recipe(), labeled)(row)[0].double().softmax(0)
-    assert answer["name"] == ("good", "bad")[int(shares.argmax())]
-    assert answer["likely"][0]["probability"] == pytest.approx(float(shares.max()), rel=1e-6)
 
 
 def test_a_release_holds_the_words_of_the_training_and_no_other(following, tmp_path):

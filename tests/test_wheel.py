@@ -4,15 +4,13 @@ that have the names of our folders."""
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
-from support.wheel import INSTALL, build, build_wheel
+from support.wheel import INSTALL, build_wheel
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """\
@@ -95,27 +93,3 @@ def test_workers_of_ray_beside_a_user_s_own_files(run, place, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT.format(runs=True))
     where, name = run("script.py").split()
     assert where.startswith(str(place[1])) and name == "small"
-
-
-@pytest.mark.e2e
-def test_an_sdist_is_whole(tmp_path):
-    """With the links of the checkout; its wheel is the checkout's."""
-    source = tmp_path / "source"
-    left = shutil.ignore_patterns(
-        ".git", ".venv", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis", "build"
-    )
-    shutil.copytree(ROOT, source, symlinks=True, ignore=left)
-    for made_here in ("runs", "site"):  # by commands and `make docs`; git ignores them
-        shutil.rmtree(source / made_here, ignore_errors=True)
-    whole = {str(path.relative_to(source)) for path in source.rglob("*") if not path.is_dir()}
-    made = build(source, "sdist", tmp_path)
-    with tarfile.open(made) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-        archive.extractall(tmp_path, filter="data")
-    assert whole - names == set()
-    unpacked = tmp_path / made.name.removesuffix(".tar.gz")
-    links = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_symlink()}
-    assert links and all((unpacked / link).is_symlink() for link in links)
-    wheels = [zipfile.ZipFile(build(each, "wheel", tmp_path)) for each in (source, unpacked)]
-    first, second = ({n for n in each.namelist() if "dist-info" not in n} for each in wheels)
-    assert first == second
