@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from dpdist.cluster import job_folder
-from dpdist.cluster.job_folder import Journal
 from dpdist.core.errors import UserError
 from dpdist.core.files import ColumnSpec
 
@@ -48,17 +47,6 @@ def test_other_settings_are_refused_by_name(tmp_path):
         job_folder.pin_settings(journal, secret, wanted(), "mine", lambda: {})
     assert "seed" in str(refused.value) and "drawn" not in str(refused.value)
     assert work(tmp_path) == [1]
-
-
-@pytest.mark.parametrize("model", ["A", "B"])
-def test_without_settings_nothing_is_taken_over(tmp_path, model):
-    work(tmp_path, "a row of A")
-    (tmp_path / job_folder.SETTINGS).unlink()
-    with pytest.raises(UserError, match=r"settings\.json"):
-        work(tmp_path, model=model)
-    assert not (tmp_path / job_folder.SETTINGS).exists()  # so that it is refused again
-    with Journal(tmp_path / job_folder.JOURNAL) as journal:
-        assert list(journal.entries)[1:] == ["a row of A"]
 
 
 def test_a_journal_of_other_settings_is_refused(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -186,19 +185,6 @@ def test_normalization_becomes_part_of_the_model_by_object_as_by_command(tmp_pat
 
 def fresh_images_network(num_classes: int = 3) -> nn.Module:
     return models.initialize(models.ModelSpec("linear", (2, 3, 3), num_classes), 7)
-
-
-def test_normalized_images_are_doubted_with_the_cure_and_units_are_printed() -> None:
-    module, x, y = images()
-    mean, std = (np.array(each, np.float32).reshape(2, 1, 1) for each in CONSTANTS)
-    with pytest.warns(UserWarning, match="normalize"):
-        odd = dpdist.certify(module, ((x - mean) / std, y), FEW, executor="local")
-    assert odd.clean_accuracy == 1.0 and odd.input_range is not None and odd.input_range[0] < -1
-    assert "outside 0 to 1" in str(odd).splitlines()[1]  # under the title: the verdict
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        fine = dpdist.certify(module, (x, y), FEW, normalize=CONSTANTS, executor="local")
-    assert "100.00 % of 40 inputs" in str(fine) and "inputs lie in" in str(fine)
 
 
 # ---- a finished table is of the classifier that was asked about

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from dpdist.cli import main
 from dpdist.core.errors import UserError
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import load_recipe, parse_changes, resolve_recipe
@@ -62,17 +60,6 @@ def test_it_is_refused_as_a_key_of_the_recipe_is(path, given, named):
     with pytest.raises(UserError) as caught:
         changed(path, *given)
     assert named in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "command",
-    ["run", "tune", "audit", "audit --kind membership", "data check", "cluster submit"],
-)  # fmt: skip
-def test_every_command_that_takes_a_recipe_takes_it(path, command):
-    asked = [*command.split(), str(path), "--set", "training.batch_size=0"]
-    done = CliRunner().invoke(main.app, asked)
-    assert isinstance(done.exception, UserError), done.output
-    assert "training.batch_size: " in str(done.exception)
 
 
 def test_a_run_s_recipe_is_the_changed_one(path):

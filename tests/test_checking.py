@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -62,17 +61,3 @@ def test_all_problems_are_listed_with_their_cures() -> None:
     ready = dpdist.prepare(model)
     rest = dpdist.check(ready, _sgd(ready), (INPUTS, LABELS), **SETTINGS)
     assert rest, rest
-
-
-@pytest.mark.parametrize(
-    ("data", "loss", "part"),
-    [
-        (([object()], LABELS), "cross-entropy", "data"),
-        ((INPUTS, LABELS + 1), "cross-entropy", "class"),
-        ((INPUTS, LABELS), "no such loss", "loss"),
-    ],
-)
-def test_records_and_loss(data: Any, loss: str, part: str) -> None:
-    model = _network()
-    found = dpdist.check(model, _sgd(model), data, loss=loss, **SETTINGS)
-    assert len(found.problems) == 1 and part in found.problems[0], found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from dpdist.runs.recipe import (
     Recipe,
     ScriptedRecipe,
     _anchor_paths,
-    find_recipe,
     load_recipe,
     resolve_recipe,
 )
@@ -55,14 +53,6 @@ def test_what_a_command_cannot_use_is_named_in_one_line(dpdist, tmp_path, words,
     (tmp_path / "list.yaml").write_text("- 1")
     line = refused(dpdist(*words.split()))
     assert key in line and len(list(tmp_path.iterdir())) == 1
-
-
-def test_a_calculator_answers_in_json(dpdist):
-    done = dpdist(
-        "account", "--records", "60000", "--batch-size", "256",
-        "--noise-multiplier", "1.1", "--steps", "3516", "--delta", "1e-5", "--json",
-    )  # fmt: skip
-    assert json.loads(done.out)["epsilon"] == pytest.approx(1.134, abs=2e-3)
 
 
 def test_recipes_are_listed_and_shown_complete(dpdist):
@@ -170,12 +160,3 @@ def test_same_name_with_a_different_recipe(dpdist, tmp_path):
     path = recipe(tmp_path, privacy={"noise_multiplier": 2.0})
     line = refused(dpdist("run", "--until", "train", path))
     assert "privacy.noise_multiplier" in line
-
-
-def test_recipes_of_papers_are_listed_and_found_from_a_checkout(dpdist, tmp_path):
-    """By name and by path; their paths begin at the current directory, as the built-in ones' do."""
-    own, papers = (dpdist("recipes", *words).out for words in ([], ["--papers"]))
-    assert "digits-stobatch " in papers and "digits-stobatch " not in own and "digits " in own
-    path = find_recipe("transdenoiser-mnist")
-    assert path.parts[-4:] == ("papers", "transdenoiser", "recipes", "transdenoiser-mnist.yaml")
-    assert load_recipe(path).model.classifier.folder == Path.cwd() / "public/mnist-half-tf-cnn"

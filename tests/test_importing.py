@@ -8,12 +8,9 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 from support import foreign
 from support.local_execution import call
 
@@ -27,7 +24,7 @@ from dpdist.models.weights import load_foreign, read_weights
 from dpdist.privacy.phases import NOT_TRAINED_HERE
 from dpdist.release.description import ReleasedPictures
 from dpdist.reports.compare import privacy_rows
-from dpdist.runs.folder import DifferentRecipeError, RunFolder
+from dpdist.runs.folder import RunFolder
 from dpdist.training.records import data_source
 
 FACTORY = "support.foreign:net"
@@ -174,18 +171,6 @@ def test_predict_brings_a_picture_to_the_input_as_certify_does(
     assert torch.equal(torch.stack(seen), torch.stack(before))
 
 
-def test_a_table_of_numbers_is_imported(tmp_path: Path) -> None:
-    (tmp_path / "rows").mkdir()
-    rows = {"a": [0.1, 0.2, 0.3], "b": [1.0, 2.0, 3.0], "label": [0, 1, 1]}
-    pq.write_table(pa.table(rows), tmp_path / "rows" / "held.parquet")
-    zeros = {"1.weight": torch.zeros(2, 2), "1.bias": torch.zeros(2)}
-    save_file(zeros, tmp_path / "zeros.safetensors")
-    given = ForeignModel("linear", tmp_path / "zeros.safetensors", classes=2)
-    where = TestData(str(tmp_path / "rows" / "held.parquet"))
-    recipe = import_model(given, where, RunFolder(tmp_path / "table"))
-    assert recipe.data.columns.features == ["a", "b"] and recipe.data.test == "held"
-
-
 # --- a run without an epsilon -----------------------------------------------------------------
 
 
@@ -241,13 +226,3 @@ def test_an_edited_model_is_noticed(runs: Path, tmp_path: Path) -> None:
     raw[-1] ^= 1
     (folder.model_folder / "model.safetensors").write_bytes(bytes(raw))
     refused("certify", folder.path, "--set", "certify.max_inputs=1", "--n", "100")
-
-
-def test_the_same_import_finds_its_run_and_another_is_refused(runs: Path, weights: Path) -> None:
-    before = (runs / "mine" / "private" / "trained.json").read_bytes()
-    same = ("--weights", weights, "--set", "certify.sigma=0.25", "--runs", runs)
-    good("import", "mine", *ARGUMENTS, *same)
-    assert (runs / "mine" / "private" / "trained.json").read_bytes() == before
-    given = ForeignModel(FACTORY, weights, mean=(0.5,), std=(0.4,))
-    with pytest.raises(DifferentRecipeError, match=r"model\.mean"):
-        import_model(given, TestData("digits"), RunFolder(runs / "mine"))

@@ -16,12 +16,11 @@ from support.training import make, train
 from typer.testing import CliRunner
 
 import dpdist
-from dpdist import models
 from dpdist.cli.main import app
 from dpdist.core.errors import UserError
 from dpdist.core.fields import BEGIN
 from dpdist.core.optional_imports import import_extra
-from dpdist.data.text import TextColumn, WordList
+from dpdist.data.text import TextColumn
 from dpdist.evaluation import load_model
 from dpdist.publishing import write_release
 from dpdist.release import generation
@@ -115,29 +114,6 @@ def test_an_edited_tokenizer_is_refused(following, tmp_path, change, key):
         verify_release(folder)
 
 
-def test_a_tokenizers_own_end_is_no_beginning(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    vocabulary = {"[CLS]": 0, "[SEP]": 1, "the": 2, "cat": 3, "[UNK]": 4}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.post_processor = tokenizers.processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 0), ("[SEP]", 1)]
-    )
-    made.save(str(tmp_path / TOKENIZER))
-    column = TextColumn(length=6, tokenizer=tmp_path / TOKENIZER, predicts_next_token=True)
-    assert column.tokenize_beginning("the cat").tolist() == [0, 2, 3]
-    assert column.tokenize_beginning("").tolist() == [0]  # a begin of its own: the model begins
-    assert column.tokenize_one("the cat").tolist() == [[0, 2, 3, 1, -1, -1]]
-    assert column.token_name(3) == "cat"
-    assert TextColumn(length=6).token_name(ord("a") + 2) == "a"
-    (tmp_path / WORDS).write_text("the\ncat\nsat\n")
-    words = TextColumn(length=6, words=WordList(tmp_path / WORDS, 2))
-    assert [words.token_name(token) for token in range(5)] == [
-        "<begin>", "<end>", "<unknown>", "the", "cat",
-    ]  # fmt: skip
-    assert models.NO_CLASS == -1
-
-
 # --- the begin and end of a text
 
 
@@ -194,30 +170,6 @@ def test_a_document_has_one_begin_and_one_end(tmp_path, names, own, short, empty
         assert column.content_description != plain.content_description
         other = replace(plain, length=5)
         assert other.content_description == plain.content_description
-
-
-@pytest.mark.slow
-def test_a_run_with_marks_is_released_and_its_texts_begin_and_end(tmp_path, monkeypatch):
-    text = {"tokenizer": str(words_in(tmp_path / "cutter", BOTH_MARKS)), "bos_eos": True}
-    run = made(tmp_path, "marks", text)
-    assert "bos_eos: true" in (run.path / "recipe.yaml").read_text()
-    release = dpdist.load(run.release_folder)
-    record = json.loads((run.release_folder / DESCRIPTION).read_text())
-    assert record["text"]["bos_eos"] is True
-    answerer = release.text_answerer
-    assert answerer.column.bos_eos and answerer.column.ends == {1}
-    asked = []
-
-    def scores(tokens: np.ndarray) -> torch.Tensor:
-        asked.append(tokens.tolist())
-        found = torch.full((len(WORDS_OF) + 3,), -50.0)
-        found[1 if len(tokens) == 3 else 4] = 50.0  # cat, cat, and the end
-        return found
-
-    monkeypatch.setattr(answerer, "next_scores", scores)
-    sampling = generation.Sampling(count=1, max_tokens=9, temperature=1.0, seed=3)
-    assert list(generation.sample_texts(answerer, "", sampling)) == ["cat cat"]
-    assert asked == [[0], [0, 4], [0, 4, 4]]
 
 
 # --- sampled texts

@@ -18,17 +18,16 @@ import cluster, tuning
 import dpdist
 from dpdist.cluster.cluster_file import templates
 from dpdist.tuning import space
-assert set(templates()) == {{"aws", "gcp", "local", "kuberay", "rayjob", "slurm"}}
+assert set(templates()) == {"aws", "gcp", "local", "kuberay", "rayjob", "slurm"}
 assert cluster.OWNER == tuning.OWNER == "the user"
 if __name__ == "__main__":
     print(dpdist.__file__)
-    if {runs}:
-        folder = dpdist.run("small.yaml")
-        print(dpdist.load_results(folder).recipe.name)
+    folder = dpdist.run("small.yaml")
+    print(dpdist.load_results(folder).recipe.name)
 """
 SMALL = """\
 data: {name: digits}
-model: {name: small-cnn, options: {width: 4}}
+model: {name: small-cnn, options: {width: 4}
 privacy: {noise_multiplier: 1.0, delta: 1.0e-4}
 training: {batch_size: 100, steps: 3, learning_rate: 0.5}
 certify: {sigma: 0.25, n: 100, max_inputs: 4, radii: [0.1]}
@@ -40,18 +39,13 @@ def wheel(tmp_path_factory) -> Path:
     return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
-@pytest.fixture(
-    scope="module", params=["checkout", pytest.param("--target", marks=pytest.mark.e2e)]
-)
-def place(request, tmp_path_factory) -> tuple[str, Path, dict[str, str]]:
-    """(interpreter, where dpdist lies, what the environment says of it)."""
-    if request.param == "checkout":
-        return sys.executable, ROOT, {"PYTHONPATH": str(ROOT)}
-    wheel = str(request.getfixturevalue("wheel"))
+@pytest.fixture(scope="module")
+def place(wheel, tmp_path_factory) -> Path:
+    """Where the wheel is installed."""
     folder = tmp_path_factory.mktemp("place")
-    pip = [sys.executable, *INSTALL, "--target", str(folder), wheel]
+    pip = [sys.executable, *INSTALL, "--target", str(folder), str(wheel)]
     subprocess.run(pip, check=True, capture_output=True)
-    return sys.executable, folder, {"PYTHONPATH": str(folder)}
+    return folder
 
 
 @pytest.fixture
@@ -60,10 +54,10 @@ def run(place, tmp_path):
     for name in ("cluster", "tuning"):
         (tmp_path / f"{name}.py").write_text('OWNER = "the user"\n')
     (tmp_path / "small.yaml").write_text(SMALL)
-    interpreter, _, environment = place
 
     def call(*arguments: str) -> str:
-        command, env = [interpreter, *arguments], {**os.environ, **environment}
+        command = [sys.executable, *arguments]
+        env = {**os.environ, "PYTHONPATH": str(place)}
         done = subprocess.run(command, cwd=tmp_path, env=env, text=True, capture_output=True)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -82,14 +76,9 @@ def test_the_wheel_holds_every_source_and_resource(wheel):
     assert {name.split("/")[0].split("-")[0] for name in names} == {"dpdist"}
 
 
-def test_a_script_beside_a_user_s_own_files(run, place, tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT.format(runs=False))
-    assert run("script.py").startswith(str(place[1]))
-
-
 @pytest.mark.e2e
 @pytest.mark.timeout(600)
 def test_workers_of_ray_beside_a_user_s_own_files(run, place, tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT.format(runs=True))
+    (tmp_path / "script.py").write_text(SCRIPT)
     where, name = run("script.py").split()
-    assert where.startswith(str(place[1])) and name == "small"
+    assert where.startswith(str(place)) and name == "small"
