@@ -69,18 +69,6 @@ def test_a_files_name_cannot_lead_out(archived, tmp_path, name):
     refused(archived, tmp_path, "damaged")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"permit": {"epoch": 0, "step": 9, "steps": 5}},
-        {"files": {"recipe.yaml": None}},
-    ],
-)
-def test_a_manifest_of_another_shape_is_refused(archived, tmp_path, change):
-    forge_manifest(archived, lambda manifest: manifest.update(change))
-    refused(archived, tmp_path, "damaged")
-
-
 def test_objects_outside_the_prefix_are_not_read(archived, tmp_path):
     (tmp_path / "mine" / "secret").write_text("secret")
     for name in ("../mine/secret", "00000001/files/../../../mine/secret", "/etc/passwd"):

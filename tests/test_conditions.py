@@ -32,7 +32,7 @@ def loop(**more: Any) -> dict[str, Any]:
 
 
 # The key that is refused: with sections in which nothing uses it, and with others in which it is.
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "training.factor": (loop(factor=0.5), loop(factor=0.5, schedule="step", milestones=[0.5])),
     "privacy.clip_norm": (
         {"privacy": OPEN | {"clip_norm": 2.0}}, {"privacy": PRIVATE | {"clip_norm": 2.0}}),
@@ -52,12 +52,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
         {"tune": TUNE | {"score": {"public": {"name": "digits"}, "private_eval_fraction": 0.2}}},
         {"tune": TUNE | {"score": {"private_eval_fraction": 0.2}}},
     ),
-    **{
-        f"method.{key}": (hidden(sigma=0.5, **{key: value}), hidden(**{key: value}))
-        for key, value in {
-            "epsilon_r": 0.5, "norm": "linf",
-        }.items()
-    },
+    "method.norm": (hidden(sigma=0.5, norm="linf"), hidden(norm="linf")),
 }  # fmt: skip
 
 
@@ -66,16 +61,13 @@ def recipe_of(sections: dict[str, Any]) -> Any:
     return parse_recipe(raw | sections, "r.yaml")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_an_option_that_nothing_would_use_is_refused(case):
-    key = case.partition(" of ")[0]
-    ignored, used = CASES[case]
+@pytest.mark.parametrize("key", CASES)
+def test_an_option_that_nothing_would_use_is_refused(key):
+    ignored, used = CASES[key]
     with pytest.raises(UserError) as caught:
         refuse_unused(recipe_of(ignored), "r.yaml")
-    said = str(caught.value).splitlines()
-    assert [line for line in said if line.startswith(f"r.yaml: {key}: ")]
-    if used is not None:
-        refuse_unused(recipe_of(used), "r.yaml")
+    assert f"r.yaml: {key}: " in str(caught.value)
+    refuse_unused(recipe_of(used), "r.yaml")
 
 
 @pytest.mark.slow

@@ -58,20 +58,6 @@ def test_every_path_is_absolute_once_read(tmp_path, monkeypatch):
     assert Recipe.model_validate(RECIPE) != recipe  # read there, they lie there
 
 
-@pytest.mark.parametrize(
-    ("section", "changed", "key"),
-    [
-        ("training", {"schedule": "step", "milestones": [0.7, 0.5]}, "milestones"),
-        ("training", {"crop": 65}, "training.crop"),
-        ("data", {"labels": [3]}, "data.labels"),
-        ("data", {"labels": [3, 3]}, "data.labels"),
-    ],
-)
-def test_what_does_not_fit_is_named(section, changed, key):
-    with pytest.raises(UserError, match=key):
-        parse_recipe({**RECIPE, section: {**RECIPE.get(section, {}), **changed}}, "test")
-
-
 def test_classes_have_names_and_numbers():
     def data(**more):
         return parse_recipe(

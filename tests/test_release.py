@@ -292,24 +292,19 @@ def test_whoever_reads_a_release_can_name_its_signer(copied, call, work, tmp_pat
         done = call(*arguments, "--signer", other)
         assert done.code == 2 and str(other) in done.err and not done.out, arguments
     assert call("predict", copied, image, "--set", "certify.n=100", "--signer", PUBLIC).code == 0
-    done = call("predict", "small", image, "--signer", PUBLIC)
-    assert done.code == 2 and "--signer: " in done.err
     with pytest.raises(ReleaseError, match=other.name):
         dpdist.load(copied, signer=other)
     assert dpdist.load(copied, signer=work / PUBLIC).name == dpdist.load(copied).name
 
 
-def test_no_key_and_another_key(copied, call, work, tmp_path):
-    write_public_key(Ed25519PrivateKey.generate(), tmp_path / "other.pem")
-    fails(call, copied, "other.pem", "--signer", tmp_path / "other.pem")
+def test_no_key_and_another_key(copied, call, tmp_path):
+    other = write_public_key(Ed25519PrivateKey.generate(), tmp_path / "other.pem")
+    fails(call, copied, "other.pem", "--signer", other)
     (copied / SIGNATURE).write_bytes(b"short")
     fails(call, copied, PUBLIC, "--signer", PUBLIC)
     (copied / SIGNATURE).unlink()
     fails(call, copied, SIGNATURE, "--signer", PUBLIC)
     assert call("verify", copied).code == 0
-    assert call("verify", copied, "--signer", "key.pem").code == 2  # the private one
-    assert call("release", "small", "--sign", PUBLIC).code == 2
-    assert (work / "runs/small/release" / SIGNATURE).exists()  # nothing was released anew
 
 
 def test_nothing_is_unpickled(copied, monkeypatch):
