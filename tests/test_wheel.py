@@ -27,7 +27,7 @@ if __name__ == "__main__":
 """
 SMALL = """\
 data: {name: digits}
-model: {name: small-cnn, options: {width: 4}
+model: {name: small-cnn, options: {width: 4}}
 privacy: {noise_multiplier: 1.0, delta: 1.0e-4}
 training: {batch_size: 100, steps: 3, learning_rate: 0.5}
 certify: {sigma: 0.25, n: 100, max_inputs: 4, radii: [0.1]}
