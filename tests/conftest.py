@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
     from dpdist.runs.folder import RunFolder
 
-TIMES = "dpdist/seconds"  # in pytest's cache: of each file in the last run that ran it
-SECONDS: Counter[str] = Counter()
-COST = {"e2e": 100, "slow": 20}  # about, in fifths of a second; of others 1
+COST = {"e2e": 100, "slow": 20}  # about, of others 1
 
 
 @pytest.hookimpl(trylast=True)
@@ -47,38 +45,24 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The files that took longest come first, before them those that were never timed, which are
-    ordered by what their tests are marked with: two processes that each take the next file then
-    end at about the same time. What is marked nightly goes unless `make nightly` runs, or a test
-    is named (FILE::TEST)."""
+    """The files that probably take longest come first: two processes that each take the next file
+    then end at about the same time. What is marked nightly goes unless `make nightly` runs, or a
+    test is named (FILE::TEST)."""
     if not (os.environ.get("DPDIST_NIGHTLY") or any("::" in str(each) for each in config.args)):
         left = [item for item in items if item.get_closest_marker("nightly")]
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=left)
-    cache = getattr(config, "cache", None)
-    seconds = {} if cache is None else cache.get(TIMES, {})
-    guessed: Counter[str] = Counter()  # of a clean checkout nothing was timed
+    cost: Counter[str] = Counter()
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
-        guessed[_file(item.nodeid)] += max((COST[each] for each in marks & COST.keys()), default=1)
-    files = {file: seconds.get(file, 1e9 + cost) for file, cost in guessed.items()}
-    items.sort(key=lambda item: -files[_file(item.nodeid)])
+        cost[_file(item.nodeid)] += max((COST[each] for each in marks & COST.keys()), default=1)
+    items.sort(key=lambda item: -cost[_file(item.nodeid)])
 
 
 def pytest_collection_finish() -> None:
     """What is imported by now stays: the collector need not look at it again and again."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    SECONDS[_file(report.nodeid)] += report.duration
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    cache = getattr(session.config, "cache", None)
-    if cache is not None and not hasattr(session.config, "workerinput"):
-        cache.set(TIMES, cache.get(TIMES, {}) | SECONDS)
 
 
 def _file(nodeid: str) -> str:

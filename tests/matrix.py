@@ -36,11 +36,7 @@ CELLS = {
     "3.13": ("python3.13", PINNED, WITHOUT_RAY),
     "lowest": ("python3.11", LOWEST, WITHOUT_RAY),
     "highest": ("python3.11", HIGHEST, WITHOUT_RAY),
-    "ray-2.59": (
-        "python3.11",
-        PINNED_BUT_RAY,
-        ("-m", "not slow", "-n", "2", "--dist", "loadfile", "tests"),
-    ),
+    "ray-2.59": ("python3.11", PINNED_BUT_RAY, ALL_BUT_SLOW),
 }
 
 

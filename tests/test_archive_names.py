@@ -32,10 +32,6 @@ def finished(tmp_path_factory) -> RunFolder:
 
 @pytest.fixture
 def archived(finished, tmp_path) -> ObjectStore:
-    return archived_as(finished, tmp_path)
-
-
-def archived_as(finished: RunFolder, tmp_path: Path) -> ObjectStore:
     folder = RunFolder(tmp_path / "mine" / "x")
     shutil.copytree(finished.path, folder.path)
     archive = Archive.claim(folder, f"file://{tmp_path}/store", True)
@@ -54,8 +50,7 @@ def refused(store: ObjectStore, tmp_path: Path, match: str) -> None:
         assert not [p for p in (tmp_path / "inside").rglob("*") if p.is_file()]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*OUTSIDE, "x/y", "-x", "x" * 101, None, 3, ["x"]])
+@pytest.mark.parametrize("name", ["../evil", "x/y", "", None])
 def test_the_runs_name_cannot_lead_out(archived, tmp_path, name):
     forge_manifest(archived, lambda manifest: manifest.update(run=name))
     refused(archived, tmp_path, "damaged")
@@ -74,28 +69,9 @@ def test_a_files_name_cannot_lead_out(archived, tmp_path, name):
     refused(archived, tmp_path, "damaged")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"permit": {"epoch": 0, "step": 9, "steps": 5}},
-        {"permit": {"epoch": 0, "step": -1, "steps": 5}},
-        {"permit": {}},
-        {"files": {"recipe.yaml": None}},
-    ],
-)
-def test_a_manifest_of_another_shape_is_refused(archived, tmp_path, change):
-    forge_manifest(archived, lambda manifest: manifest.update(change))
-    refused(archived, tmp_path, "damaged")
-
-
 def test_objects_outside_the_prefix_are_not_read(archived, tmp_path):
     (tmp_path / "mine" / "secret").write_text("secret")
-    for name in (
-        "../mine/secret",
-        "00000001/files/../../../mine/secret",
-        "claims/x",
-        "/etc/passwd",
-    ):
+    for name in ("../mine/secret", "00000001/files/../../../mine/secret", "/etc/passwd"):
         forge_manifest(archived, lambda m, name=name: m["files"]["recipe.yaml"].update(object=name))
         refused(archived, tmp_path, "damaged")
     for reach in (archived.get, archived.delete):
@@ -115,41 +91,11 @@ def test_links_in_the_target_are_not_followed(archived, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["fetch_publishable_files", "restore"])
-@pytest.mark.parametrize("how", ["changed", "missing"])
-def test_a_refused_archive_leaves_nothing(archived, tmp_path, command, how):
+def test_a_refused_archive_leaves_nothing(archived, tmp_path, command):
     entry = json.loads(archived.get("00000001/manifest.json"))["files"]["recipe.yaml"]["object"]
     target = tmp_path / "store" / entry
-    if how == "changed":
-        target.write_bytes(target.read_bytes() + b"#")
-    else:
-        target.unlink()
+    target.write_bytes(target.read_bytes() + b"#")
     claims = archived.list_names("claims")
     with pytest.raises((UserError, ClusterError), match=r"recipe\.yaml"):
         getattr(archives, command)(archived.url, tmp_path / "new" / "deep")
     assert not (tmp_path / "new").exists() and archived.list_names("claims") == claims
-
-
-def test_what_is_fetched_again_takes_its_places_or_none(archived, tmp_path):
-    into = tmp_path / "fetched"
-    target, paths = archives.fetch_publishable_files(archived.url, into)
-    (target / "notes").write_text("mine")
-    (target / paths[0]).write_text("old")
-    (target / paths[1]).unlink()
-    (target / paths[1]).mkdir()
-    with pytest.raises(UserError, match=str(target / paths[1])):
-        archives.fetch_publishable_files(archived.url, into)
-    assert (target / paths[0]).read_text() == "old"
-    (target / paths[1]).rmdir()
-    archives.fetch_publishable_files(archived.url, into)
-    assert (target / paths[0]).read_text() != "old" and (target / "notes").read_text() == "mine"
-    assert [path.name for path in into.iterdir()] == ["x"]
-
-
-@pytest.mark.parametrize("change", [{"number": "1"}, {"number": 2}, {"claim": 1}, {"url": None}])
-def test_a_damaged_note_of_the_archive_is_told(finished, tmp_path, change):
-    archived_as(finished, tmp_path)
-    folder = RunFolder(tmp_path / "mine" / "x")
-    about = json.loads(folder.archive.read_text()) | change
-    folder.archive.write_text(json.dumps(about))
-    with pytest.raises(UserError, match=r"archive\.json"):
-        Archive.find(folder)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import re
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from dpdist.cluster import job_folder
-from dpdist.cluster.job_folder import Journal
-from dpdist.core import console
 from dpdist.core.errors import UserError
 from dpdist.core.files import ColumnSpec
 
@@ -43,15 +37,6 @@ def work(folder: Path, entry: Any = None, seed: str | None = None, **what: Any) 
         return before
 
 
-def test_what_was_done_is_found_again(tmp_path):
-    assert work(tmp_path / "c", 1) == []
-    assert work(tmp_path / "c", 2) == [1]
-    assert work(tmp_path / "c", 3, radii=(0.1, 0.2)) == [1, 2]  # nothing depends on them
-    about = json.loads((tmp_path / "c" / job_folder.SETTINGS).read_text())
-    with Journal(tmp_path / "c" / job_folder.JOURNAL) as journal:
-        assert journal.header == {"settings": job_folder.settings_digest(about)}
-
-
 def test_other_settings_are_refused_by_name(tmp_path):
     work(tmp_path, 1)
     for changed in ({"model": "B"}, {"n": 11}, {"seed": "mine"}):
@@ -64,17 +49,6 @@ def test_other_settings_are_refused_by_name(tmp_path):
     assert work(tmp_path) == [1]
 
 
-@pytest.mark.parametrize("model", ["A", "B"])
-def test_without_settings_nothing_is_taken_over(tmp_path, model):
-    work(tmp_path, "a row of A")
-    (tmp_path / job_folder.SETTINGS).unlink()
-    with pytest.raises(UserError, match=r"settings\.json"):
-        work(tmp_path, model=model)
-    assert not (tmp_path / job_folder.SETTINGS).exists()  # so that it is refused again
-    with Journal(tmp_path / job_folder.JOURNAL) as journal:
-        assert list(journal.entries)[1:] == ["a row of A"]
-
-
 def test_a_journal_of_other_settings_is_refused(tmp_path):
     work(tmp_path / "a", "a row of A")
     work(tmp_path / "b", "a row of B", model="B")
@@ -83,36 +57,6 @@ def test_a_journal_of_other_settings_is_refused(tmp_path):
     )
     with pytest.raises(UserError, match=r"settings\.json"):
         work(tmp_path / "b", model="B")
-    # Settings changed by hand, and a journal that does not say whose it is.
-    path = tmp_path / "a" / job_folder.SETTINGS
-    path.write_text(path.read_text().replace('"n": 10', '"n": 99'))
-    with pytest.raises(UserError, match=r"settings\.json"):
-        work(tmp_path / "a", n=99)
-    work(tmp_path / "old")
-    (tmp_path / "old" / job_folder.JOURNAL).unlink()
-    with Journal(tmp_path / "old" / job_folder.JOURNAL) as journal:
-        journal.append({"index": 3})
-    with pytest.raises(UserError, match=r"settings\.json"):
-        work(tmp_path / "old")
-
-
-def test_a_lost_journal_begins_anew(tmp_path):
-    work(tmp_path, 1)
-    (tmp_path / job_folder.JOURNAL).unlink()
-    assert work(tmp_path, 2) == []
-    assert work(tmp_path) == [2]
-
-
-def test_what_fails_before_it_began_leaves_nothing(tmp_path):
-    def fail() -> dict[str, Any]:
-        raise UserError("not certified")
-
-    with (
-        pytest.raises(UserError),
-        job_folder.open_job_folder(tmp_path / "new", KIND) as journal,
-    ):
-        job_folder.pin_settings(journal, KIND, wanted(), None, fail)
-    assert not (tmp_path / "new").exists()
 
 
 def table(folder: Path, model: str = "A") -> Path:
@@ -151,55 +95,3 @@ def test_a_table_whose_settings_were_replaced_is_damaged(tmp_path):
     pq.write_table(found.replace_schema_metadata(metadata), path)
     with pytest.raises(UserError, match="damaged"):
         read(path)
-    del metadata[b"dpdist.settings"]
-    pq.write_table(found.replace_schema_metadata(metadata), path)
-    with pytest.raises(UserError, match="damaged"):
-        read(path)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        pa.table({"index": [1.5], "radius": [0.5]}),
-        pa.table({"index": pa.array([None], pa.int64()), "radius": [0.5]}),
-        pa.table({"index": [1]}),
-        pa.table({"index": [1], "radius": [0.5]}).replace_schema_metadata({KEY: b"[1]"}),
-        pa.table({"index": [1], "radius": [0.5]}).replace_schema_metadata({KEY: b"{"}),
-    ],
-)
-def test_what_is_no_such_table_is_refused(tmp_path, wrong):
-    pq.write_table(wrong, tmp_path / "t.parquet")
-    with pytest.raises(UserError, match="damaged"):
-        read(tmp_path / "t.parquet")
-
-
-class Terminal(io.StringIO):
-    """Standard error of somebody who watches."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("before", [0, 400])
-def test_the_time_left_does_not_count_what_an_earlier_session_did(before):
-    shown = Terminal()
-    with contextlib.redirect_stderr(shown), console.progress("certifying", "inputs", "draws") as s:
-        s(before, 500, 0.0)
-        time.sleep(0.25)
-        s(before + 1, 500, 1712.8)
-        time.sleep(0.25)
-        s(before + 2, 500, 1712.8)
-    lines = re.findall(r"certifying: \d+ of 500 .*?, (\?|\d+:\d\d) left", shown.getvalue())
-    assert len(lines) == 3 and lines[0] == "?"
-    for place, told in enumerate(lines[1:], 1):
-        minutes, seconds = map(int, told.split(":"))
-        assert 60 * minutes + seconds >= round((500 - before - place) * 0.25)
-
-
-@pytest.mark.parametrize("rate, said", [(0.0, "0.0"), (0.0421, "0.042"), (1712.83, "1,712.8")])
-def test_a_slow_rate_has_two_digits(rate, said):
-    shown = Terminal()
-    with contextlib.redirect_stderr(shown), console.progress("training", "steps") as s:
-        s(1, 30, rate)
-    assert f"training: 1 of 30 steps (3%), {said} steps/s, " in shown.getvalue()

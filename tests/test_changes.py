@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from dpdist.cli import audit, main
 from dpdist.core.errors import UserError
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import load_recipe, parse_changes, resolve_recipe
@@ -49,19 +47,11 @@ def test_a_value_is_written_as_in_a_recipe(path):
     assert changed(path) == load_recipe(path).model_dump(mode="json")
 
 
-def test_what_the_command_line_says_elsewhere_holds(path):
-    found = resolve_recipe(path, changes={"name": "one", "resources.workers": 2}, name="other")
-    assert (found.name, found.resources.workers) == ("other", 2)
-
-
 @pytest.mark.parametrize(
     ("given", "named"),
     [
         (["training.batch_size=0"], "small.yaml: training.batch_size: "),
-        (["training.batchsize=5"], "small.yaml: training.batchsize: "),
-        (["training.batch_size"], "--set: "),
         (["name=a", "name=b"], "--set name: "),
-        (["data.labels=[1, 2"], "--set data.labels: "),
         (["data.labels=!!python/object:x 1"], "--set data.labels: "),
         (["privacy={epsilon: 1, epsilon: 2}"], "'epsilon'"),
     ],
@@ -72,33 +62,9 @@ def test_it_is_refused_as_a_key_of_the_recipe_is(path, given, named):
     assert named in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["run", "run --until train", "run --until pretrain", "tune", "audit",
-     "audit --kind membership", "audit --kind poison",
-     "data check",
-     "recipes", "cluster submit"],
-)  # fmt: skip
-def test_every_command_that_takes_a_recipe_takes_it(path, command):
-    asked = [*command.split(), str(path), "--set", "training.batch_size=0"]
-    done = CliRunner().invoke(main.app, asked)
-    assert isinstance(done.exception, UserError), done.output
-    assert "training.batch_size: " in str(done.exception)
-
-
 def test_a_run_s_recipe_is_the_changed_one(path):
     folder = RunFolder(path.parent / "runs" / "small")
     folder.create_or_open(resolve_recipe(path, changes=parse_changes(["training.steps=7"])))
     assert folder.read_recipe().training.steps == 7
     with pytest.raises(UserError, match=r"training\.steps"):
         folder.create_or_open(load_recipe(path))
-
-
-def test_an_audit_tells_its_options_from_keys_of_the_recipe(path):
-    recipe, folder = audit._open_run_or_recipe(
-        str(path), path.parent / "runs", ["training.steps=9"]
-    )
-    assert folder is None and recipe.training.steps == 9
-    RunFolder(path.parent / "runs" / "done").create_or_open(load_recipe(path))
-    with pytest.raises(UserError, match=r"--set training\.steps"):
-        audit._open_run_or_recipe("done", path.parent / "runs", ["training.steps=9"])

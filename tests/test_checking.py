@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -62,28 +61,3 @@ def test_all_problems_are_listed_with_their_cures() -> None:
     ready = dpdist.prepare(model)
     rest = dpdist.check(ready, _sgd(ready), (INPUTS, LABELS), **SETTINGS)
     assert rest, rest
-
-
-@pytest.mark.parametrize(
-    ("data", "loss", "part"),
-    [
-        (([object()], LABELS), "cross-entropy", "data"),
-        ((INPUTS, LABELS + 1), "cross-entropy", "class"),
-        ((INPUTS, LABELS), "no such loss", "loss"),
-    ],
-)
-def test_records_and_loss(data: Any, loss: str, part: str) -> None:
-    model = _network()
-    found = dpdist.check(model, _sgd(model), data, loss=loss, **SETTINGS)
-    assert len(found.problems) == 1 and part in found.problems[0], found
-
-
-def test_what_it_lists_is_what_the_training_says(tmp_path: Any) -> None:
-    model = _network(nn.BatchNorm2d(8))
-    (problem,) = dpdist.check(model, _sgd(model), (INPUTS, LABELS), folder=tmp_path).problems
-    with pytest.raises(dpdist.UserError) as error:
-        dpdist.PrivateTraining(
-            model, _sgd(model), (INPUTS, LABELS), loss="cross-entropy", folder=tmp_path / "run",
-            **SETTINGS,
-        )  # fmt: skip
-    assert str(error.value) == problem

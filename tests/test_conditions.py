@@ -5,12 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import yaml
-from support.local_execution import command, run_without_ray
-from support.settings import sets
 
 from dpdist.core.errors import UserError
-from dpdist.core.fields import iter_unused_options
 from dpdist.runs.recipe import (
     built_in_recipes,
     load_recipe,
@@ -21,10 +17,6 @@ from dpdist.runs.recipe import (
 
 PRIVATE = {"noise_multiplier": 1.0, "delta": 1e-4}
 OPEN = {"noise_multiplier": 0.0, "delta": 1e-4, "clipping": "none"}
-FILES = {"name": "own", "root": "/data"}
-PUBLIC = {"training": {"batch_size": 10, "steps": 5, "learning_rate": 0.1}}
-INITIAL = {"name": "linear", "initial": "/public/weights"}
-FROZEN = {"name": "linear", "classifier": "/public/classifier"}
 TUNE = {
     "space": {"training.learning_rate": {"choice": [0.1, 0.2]}},
     "num_trials": {"name": "fixed", "runs": 2},
@@ -39,21 +31,8 @@ def loop(**more: Any) -> dict[str, Any]:
     return {"training": {"batch_size": 50, "steps": 5, "learning_rate": 0.1, **more}}
 
 
-def pretrained(own: dict[str, Any] = INITIAL, /, **more: Any) -> dict[str, Any]:
-    return {"model": own, "public": PUBLIC | more, "data": {"name": "digits", "public": 0.1}}
-
-
 # The key that is refused: with sections in which nothing uses it, and with others in which it is.
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
-    "data.train": ({"data": {"name": "digits", "train": "a"}}, {"data": FILES | {"train": "a"}}),
-    "data.test": ({"data": {"name": "digits", "test": "a"}}, {"data": FILES | {"test": "a"}}),
-    **{
-        f"data.columns.{key}": (
-            {"data": {"name": "scenes", "columns": {key: value}}},
-            {"data": FILES | {"columns": {key: value}}},
-        )
-        for key, value in {"image": "a", "label": "a", "features": ["a"], "user": "a"}.items()
-    },
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "training.factor": (loop(factor=0.5), loop(factor=0.5, schedule="step", milestones=[0.5])),
     "privacy.clip_norm": (
         {"privacy": OPEN | {"clip_norm": 2.0}}, {"privacy": PRIVATE | {"clip_norm": 2.0}}),
@@ -61,7 +40,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
         {"privacy": PRIVATE | {"max_records_per_user": 3}},
         {
             "privacy": PRIVATE | {"max_records_per_user": 3, "unit": "user"},
-            "data": FILES | {"columns": {"user": "patient"}},
+            "data": {"name": "own", "root": "/data"} | {"columns": {"user": "patient"}},
         },
     ),
     "privacy.budget_composition": (
@@ -73,35 +52,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
         {"tune": TUNE | {"score": {"public": {"name": "digits"}, "private_eval_fraction": 0.2}}},
         {"tune": TUNE | {"score": {"private_eval_fraction": 0.2}}},
     ),
-    **{
-        f"tune.score.{key}": (
-            {"tune": TUNE | {"score": {key: value}}},
-            {"certify": {"sigma": 0.25}, "tune": TUNE | {"score": {
-                key: value, "objectives": {"average-radius": 1.0}, "radius_cap": 1.0}}},
-        )
-        for key, value in {"samples": 50, "alpha": 0.1}.items()
-    },
-    "public.training.reproducible": (
-        pretrained(training=PUBLIC["training"] | {"reproducible": True}), None),
-    **{
-        f"public.model.{key}": (
-            pretrained(FROZEN, model={"name": "linear", key: value, **more}), None)
-        for key, value, more in (
-            ("vmap", True, {}), ("initial", "/a", {}), ("classifier", "/a", {}),
-            ("denoiser", "/a", {}), ("trained", ["a"], {"initial": "/a"}),
-        )
-    },
-    **{
-        f"public.data.{key}": (pretrained(data={"name": "strokes", key: 0.5}), None)
-        for key in ("public", "private_eval_fraction", "fraction")
-    },
-    **{
-        f"method.{key}": (hidden(sigma=0.5, **{key: value}), hidden(**{key: value}))
-        for key, value in {
-            "epsilon_r": 0.5, "delta_r": 0.1, "attack_size": 0.2, "norm": "linf",
-            "mechanism": "analytic",
-        }.items()
-    },
+    "method.norm": (hidden(sigma=0.5, norm="linf"), hidden(norm="linf")),
 }  # fmt: skip
 
 
@@ -110,17 +61,13 @@ def recipe_of(sections: dict[str, Any]) -> Any:
     return parse_recipe(raw | sections, "r.yaml")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_an_option_that_nothing_would_use_is_refused(case):
-    key = case.partition(" of ")[0]
-    ignored, used = CASES[case]
+@pytest.mark.parametrize("key", CASES)
+def test_an_option_that_nothing_would_use_is_refused(key):
+    ignored, used = CASES[key]
     with pytest.raises(UserError) as caught:
         refuse_unused(recipe_of(ignored), "r.yaml")
-    said = str(caught.value).splitlines()
-    assert [line for line in said if line.startswith(f"r.yaml: {key}: only applies ")]
-    assert all(", got " in line and line.endswith("; leave it out") for line in said)
-    if used is not None:
-        refuse_unused(recipe_of(used), "r.yaml")
+    assert f"r.yaml: {key}: " in str(caught.value)
+    refuse_unused(recipe_of(used), "r.yaml")
 
 
 @pytest.mark.slow
@@ -129,41 +76,3 @@ def test_an_option_that_nothing_would_use_is_refused(case):
 )
 def test_recipes_that_come_along_say_nothing_in_vain(path):
     refuse_unused(load_recipe(path), str(path))
-
-
-def test_a_recipe_written_with_all_defaults_is_accepted():
-    for sections in ({}, {"method": "functional"}, hidden(sigma=0.5), {"privacy": OPEN}):
-        whole = recipe_of(sections)
-        refuse_unused(parse_recipe(yaml.safe_load(whole.to_yaml()), "again"), "again")
-        assert list(iter_unused_options(whole)) == []
-
-
-RAW = {
-    "name": "small", "data": {"name": "digits"}, "model": "linear", "privacy": PRIVATE,
-    "training": {"batch_size": 50, "steps": 3, "learning_rate": 0.1, "factor": 0.5},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("run", "r.yaml"), ("run", "r.yaml", "--dry-run"), ("run", "--until", "train", "r.yaml"),
-        ("audit", "r.yaml", "--kind", "poison", *sets("poison", "models=2", "select=1")),
-        ("audit", "r.yaml", "--kind", "membership", *sets("membership", "models=4")),
-        ("audit", "r.yaml"),
-    ],
-)  # fmt: skip
-def test_every_command_that_begins_a_run_refuses(arguments, tmp_path, monkeypatch, capsys):
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(RAW))
-    run_without_ray(monkeypatch)
-    done = command(monkeypatch, capsys, tmp_path, *arguments)
-    assert done.code == 2, done.out + done.err
-    assert "r.yaml: training.factor: " in done.err
-    assert not (tmp_path / "runs").exists()
-
-
-def test_the_names_of_built_in_data_are_right():
-    from dpdist import data
-    from dpdist.config.data import BUILT_IN_DATASETS
-
-    assert set(BUILT_IN_DATASETS) == set(data.BUILT_IN)

@@ -8,13 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
 from support import foreign
 from support.benchmarks import load as load_benchmark
-from support.datasets import png, write_images
 from support.training import train
 
 import dpdist
@@ -38,8 +36,6 @@ from dpdist.training.records import (
 
 FEATURES = load_benchmark("papers/dplis/features")
 make_features = FEATURES.make_features
-PATIENTS = load_benchmark("papers/residual/patients")
-convert_patients = PATIENTS.convert_patients
 FACTORY = "support.foreign:net"
 
 
@@ -117,13 +113,6 @@ def test_features_say_so_themselves_without_the_file_beside_them(
     assert data.holds_features(tmp_path, "copy")
     with pytest.raises(UserError, match=r"features\.json"):
         prepare(recipe_on(copy), RunFolder(tmp_path / "x"), "test")
-    (copy / "data").mkdir()
-    for split in ("train", "test"):  # in a folder below, beside the file that speaks of others
-        (copy / f"{split}.parquet").rename(copy / "data" / f"{split}-0.parquet")
-    assert data.holds_features(tmp_path, "copy")
-    shutil.copy(made / "features.json", copy)
-    with pytest.raises(UserError, match=r"features\.json"):
-        prepare(recipe_on(copy), RunFolder(tmp_path / "x"), "test")
     records = dpdist.as_records(made / "train.parquet", inputs=["features"], target="label")
     assert any("letters: declared only" in each for each in records.assumed)
     classes = int(records.targets(list(range(len(records)))).max()) + 1
@@ -134,10 +123,6 @@ def test_features_say_so_themselves_without_the_file_beside_them(
             privacy={"noise_multiplier": 1.0, "delta": 1e-3, "budget": str(tmp_path / "budgets")},
             batch_size=2, steps=1, folder=tmp_path / "own",
         )  # fmt: skip
-    pq.write_table(
-        pq.read_table(made / "test.parquet").replace_schema_metadata(None), copy / "t.parquet"
-    )
-    assert not dpdist.as_records(copy / "t.parquet", inputs=["features"], target="label").assumed
 
 
 def saved(folder: Path, seen: data.Dataset | None) -> Path:
@@ -162,62 +147,9 @@ def test_a_folder_s_network_that_saw_private_records_is_refused(tmp_path: Path) 
     about = json.loads((target / "features.json").read_text())
     assert about["checked"] and about["assumed"] is None
     assert "compared by content" in about["pretraining_data"]
-    with pytest.raises(UserError, match="made"):
-        make_features("digits", tmp_path / "said", target)
-
-
-def test_pictures_are_brought_to_the_network_and_groups_are_kept(tmp_path: Path) -> None:
-    rng = np.random.Generator(np.random.Philox(1))
-    folder = tmp_path / "pictures"
-    for split, count in (("train", 7), ("test", 4)):
-        images = rng.integers(0, 256, (count, 12, 10), dtype=np.uint8)
-        path = write_images(folder, split, images)
-        table = pq.read_table(path)
-        pq.write_table(table.append_column("who", [[f"{split}{n}" for n in range(count)]]), path)
-    network = ForeignModel(FACTORY, input_shape=(1, 8, 8))
-    done = make_features(
-        str(folder), network, tmp_path / "made", pretraining_data="nothing", user="who"
-    )
-    found = rows(done, "train")
-    assert found["who"] == [f"train{n}" for n in range(7)] and len(found["features"][0]) == 64
 
 
 # --- patients ---------------------------------------------------------------------------------
-
-
-def patients(folder: Path, count: int = 12, size: tuple[int, int] = (6, 6)) -> Path:
-    rng = np.random.Generator(np.random.Philox(2))
-    for patient in range(count):
-        for label in ("0", "1") if patient % 3 else ("0",):
-            where = folder / f"{9000 + patient}" / label
-            where.mkdir(parents=True)
-            for number in range(2):
-                (where / f"{number}.png").write_bytes(
-                    png(rng.integers(1, 256, (*size, 3), dtype=np.uint8))
-                )
-    return folder
-
-
-def test_each_patient_is_in_one_split_whoever_else_is_there(tmp_path: Path) -> None:
-    source = patients(tmp_path / "idc")
-    made = convert_patients(source, tmp_path / "made", size=(6, 6), test_fraction=0.4)
-    sides = {split: set(rows(made, split)["patient"]) for split in ("train", "test")}
-    assert sides["train"] and sides["test"] and not sides["train"] & sides["test"]
-    for split in sides:
-        found = rows(made, split)
-        for image, label, who in zip(
-            *(found[k] for k in ("image", "label", "patient")), strict=True
-        ):
-            file = source / who / str(label) / image["path"]
-            assert image["bytes"] == file.read_bytes()
-    count = sum(len(rows(made, split)["label"]) for split in sides)
-    assert count == len(list(source.rglob("*.png")))
-    patients(tmp_path / "more", 20)
-    more = convert_patients(tmp_path / "more", tmp_path / "again", size=(6, 6), test_fraction=0.4)
-    for split, members in sides.items():
-        assert members <= set(rows(more, split)["patient"])
-    loaded = data.load(data.DataSource("made", 2, tmp_path), "train")
-    assert loaded.input_shape == (3, 6, 6)
 
 
 def test_features_take_no_other_part_and_no_budget_that_could_know_the_records(
@@ -239,26 +171,3 @@ def test_features_are_no_public_records(made: Path) -> None:
     reads = SimpleNamespace(method=SimpleNamespace(public_records=named), data=recipe_on(made).data)
     with pytest.raises(UserError, match=r"method\.public:"):
         method_public_records(reads)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "pretraining_data", ["Digits", " digits", "digits/train", "the digits (train)"]
-)
-def test_the_private_set_by_name_is_refused_however_it_is_spelled(pretraining_data: str) -> None:
-    with pytest.raises(UserError, match="--pretraining-data:"):
-        FEATURES.declare_seen("net", pretraining_data, "digits/train")
-    assert FEATURES.declare_seen("net", "digits2", "digits/train")["pretraining_data"].startswith(
-        "digits2"
-    )
-
-
-def test_weights_that_dpdist_wrote_are_no_network_from_elsewhere(
-    weights: Path, tmp_path: Path
-) -> None:
-    """Its folder says what the network saw; the file of weights alone would hide it."""
-    copied = Path(shutil.copy(weights, tmp_path / "net.pt"))
-    (tmp_path / "privacy_card.json").write_text("{}")
-    network = ForeignModel(FACTORY, copied, mean=(0.3,), std=(0.4,))
-    with pytest.raises(UserError, match="--weights:"):
-        make_features("digits", network, tmp_path / "made", pretraining_data="letters")
-    assert not (tmp_path / "made").exists()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import builtins
 import doctest
-import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -68,45 +65,3 @@ def test_a_public_docstring_is_complete_and_its_example_runs(
     assert _found[name] == ""
     if name == "run":
         assert Path("runs/small/report/index.html").exists()
-
-
-def _other_examples() -> Iterator[tuple[str, str]]:
-    """Yield module and name of whatever else has an example: it is read as well."""
-    root = Path(dpdist.__file__).resolve().parents[1]
-    for folder in ("dpdist", "cluster", "tuning"):
-        for path in sorted((root / folder).rglob("*.py")):
-            module = ".".join(path.relative_to(root).with_suffix("").parts)
-            module = module if folder == "dpdist" else f"dpdist.{module}"
-            for node in ast.parse(path.read_text()).body:
-                if (
-                    isinstance(node, ast.FunctionDef | ast.ClassDef)
-                    and ">>> " in (ast.get_docstring(node) or "")
-                    and node.name not in PUBLIC
-                ):
-                    yield module, node.name
-
-
-@pytest.mark.parametrize(("module", "name"), list(_other_examples()))
-def test_other_examples_run(module: str, name: str) -> None:
-    within = vars(importlib.import_module(module))
-    assert failures(inspect.getdoc(within[name]) or "", name, within) == ""
-
-
-def test_names_of_exceptions_in_docstrings_exist() -> None:
-    root = Path(dpdist.__file__).resolve().parents[1]
-    paths = [path for top in ("dpdist", "cluster", "tuning") for path in (root / top).rglob("*.py")]
-    known = set(dir(builtins))
-    raised: dict[str, str] = {}
-    for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                known.add(node.name)
-            if isinstance(node, ast.ClassDef | ast.FunctionDef):
-                section = re.search(
-                    r"(?ms)^Raises:\n(.*?)(?=^\S|\Z)", ast.get_docstring(node) or ""
-                )
-                names = re.findall(r"(?m)^    (\w[\w., ]*):", section[1]) if section else ()
-                listed = (one for each in names for one in each.split(", "))
-                raised |= {one.split(".")[-1]: f"{path}: {node.name}" for one in listed}
-    unknown = {name: place for name, place in raised.items() if name not in known}
-    assert set(unknown) <= {"ValidationError"}, unknown  # pydantic's

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from torch import nn
 
 from dpdist import pipeline
-from dpdist.core.errors import UserError
 from dpdist.core.files import write_json
-from dpdist.gradients.clipping import FlatClipping
-from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.perturbations import ParameterPerturbation
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse_recipe
-from dpdist.training.collectives import memory_bytes
-from dpdist.training.estimate import _extra_bytes, bytes_per_example
 from dpdist.training.job import prepare
 from dpdist.training.records import data_source, records_with_canaries
 from dpdist.tuning import search as preparing
@@ -43,16 +35,11 @@ HIDDEN = {
 DATA = {"name": "digits"}
 CASES = {
     "plain": {"privacy": TARGET},
-    "private_eval_fraction": {"data": DATA | {"private_eval_fraction": 0.2}},
-    "public": {"data": DATA | {"public": 0.3}},
-    "max_train": {"data": DATA | {"max_train": 700}},
     "paid": HIDDEN,
-    "search": {"tune": TUNE, "privacy": TARGET},
     "search, private_eval_fraction": {
         "tune": TUNE,
         "data": DATA | {"private_eval_fraction": 0.2, "max_train": 900},
     },
-    "search, public": {"tune": TUNE | {"score": {"public": DATA}}},
 }
 
 
@@ -91,77 +78,3 @@ def test_what_is_printed_is_what_runs(case, tmp_path):
     assert rows["guarantee"] == stated
     # and of a run that was begun, its own
     assert dict(pipeline.dry_run(recipe, runs=tmp_path, context="r.yaml"))["guarantee"] == stated
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("before", "now"), [("plain", "private_eval_fraction"), ("search",
-"plain"),
-                                             ("plain", "search")])  # fmt: skip
-def test_a_name_that_is_taken_hides_no_plan(before, now, tmp_path):
-    """A dry run prints a changed recipe's plan although a run has its name."""
-    first, second = (parse_recipe(BASE | CASES[case], "r.yaml") for case in (before, now))
-    executed(first, tmp_path / "runs")
-    files = sorted((tmp_path / "runs").rglob("*"))
-    rows = pipeline.dry_run(second, runs=tmp_path / "runs", context="r.yaml")
-    (name, why), *plan = rows
-    assert name == "not under this name" and str(tmp_path / "runs/r") in why
-    alone = pipeline.dry_run(second, runs=tmp_path / "none", context="r.yaml")
-    measured = "training time"
-    assert [row for row in plan if row[0] != measured] == [r for r in alone if r[0] != measured]
-    assert sorted((tmp_path / "runs").rglob("*")) == files
-    with pytest.raises(UserError):
-        pipeline.run(second, runs=tmp_path / "runs", context="r.yaml")
-
-
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"tune": TUNE | {"score": {"public": DATA | {"split": "train"}}}}, "as if they were"),
-        ({"tune": TUNE | {"space": {"privacy.delta": {"choice": [1e-5]}}}}, "cannot be searched"),
-        ({"tune": TUNE | {"num_trials": {"name": "geometric", "mean": 3}},
-          "privacy": BASE["privacy"] | {"adjacency": "replace-one"}}, "tune.score: "),
-        ({"training": BASE["training"] | {"reproducible": True},
-          "resources": {"workers": 9}}, "resources.workers: must be <= 8"),
-        ({"certify": {"sigma": 0.5, "start": 5000}}, "certify.start"),
-        ({"training": BASE["training"] | {"batch_size": 5000}}, "training.batch_size: must be <="),
-    ],
-)  # fmt: skip
-def test_what_a_run_refuses_a_dry_run_refuses_as_well(sections, message, tmp_path):
-    recipe = parse_recipe(BASE | sections, "r.yaml")
-    said = []
-    for attempt in (pipeline.dry_run, pipeline.run):
-        with pytest.raises(UserError) as error:
-            attempt(recipe, runs=tmp_path, context="r.yaml")
-        said.append(str(error.value))
-    assert message in said[0] and said[0] == said[1]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_memory_is_that_of_parameters_optimizer_and_sums():
-    """4 bytes a parameter and slot, 8 for each row of sums."""
-    assert memory_bytes(1000, 2, 1) == 20_000 and memory_bytes(1000, 0, 8) == 68_000
-
-
-def test_memory_of_an_example_counts_frozen_layers_once():
-    """4 bytes a number; four times where parameters are trained, or where there are none."""
-    model = nn.Sequential(nn.Linear(5, 7), nn.Identity(), nn.Tanh(), nn.Linear(7, 3))
-    one = torch.zeros(1, 5)
-    assert bytes_per_example(model, lambda: model(one)) == 4 * 4 * (7 + 7 + 3)
-    model[0].requires_grad_(False)
-    assert bytes_per_example(model, lambda: model(one)) == 4 * (7 + 4 * (7 + 3))
-
-
-def test_memory_counts_what_is_frozen_perturbed_and_made_for_the_self_check():
-    model = nn.Sequential(nn.Linear(10, 7), nn.Linear(7, 3), nn.Linear(3, 2))  # 77, 24 and 8
-    model[0].requires_grad_(False)
-    frozen, largest = 4 * 77, 8 * 21
-    for draws, vmap, more in (
-        (None, False, largest),
-        (ParameterPerturbation(2, 0.1), False, largest + 4 * 32),
-        (None, True, 0),
-    ):
-        engine = GradientEngine(
-            model, lambda outputs, targets: torch.zeros(len(outputs)), clipping=FlatClipping(1.0),
-            perturbation=draws, vmap=vmap,
-        )  # fmt: skip
-        assert _extra_bytes(engine) == frozen + more

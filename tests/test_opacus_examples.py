@@ -23,12 +23,6 @@ QUICK = {
 }
 
 
-def test_there_is_one_of_each() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == QUICK.keys()
-    page = (EXAMPLES / "README.md").read_text()
-    assert all(f"`{name}.py`" in page for name in QUICK)
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name",

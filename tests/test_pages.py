@@ -9,15 +9,12 @@ import re
 import shlex
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from support.language_models import save_model
 from support.local_execution import call, command
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import dpdist
 from dpdist.tuning.manifest import SearchFolder, read_terms
@@ -134,14 +131,6 @@ TUNING = "docs/how-to/tuning.md"
 @pytest.mark.e2e
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
-def test_the_script_for_ray_tune(tmp_path):
-    said = execute(TUNING, "before.py", tmp_path)
-    assert re.search(r"^\{'lr': .*, 'width': (8|16)\}$", said, flags=re.M)
-
-
-@pytest.mark.e2e
-@pytest.mark.nightly
-@pytest.mark.timeout(1200)
 def test_our_script_for_tuning(tmp_path):
     said = execute(TUNING, "after.py", tmp_path)
     expected = r"^\{'lr': .*, 'width': (8|16)\}\n\((2\.99\d*|3), 0\.0001\)-DP"
@@ -170,39 +159,3 @@ def test_the_script_for_opacus(tmp_path):
     pytest.importorskip("opacus")
     epsilon, accuracy = execute(OPACUS, "before.py", tmp_path).splitlines()
     assert 2.9 < float(epsilon.split()[1]) <= 3 and float(accuracy.split()[1]) > 0.7
-
-
-def engine(count: int, batch: int, **options: object) -> tuple[object, object, object]:
-    from opacus import PrivacyEngine
-
-    data = TensorDataset(torch.randn(count, 3), torch.zeros(count).long())
-    model = nn.Linear(3, 2)
-    made = PrivacyEngine(accountant="rdp")
-    model, optimizer, loader = made.make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(data, batch_size=batch, shuffle=True), noise_multiplier=1.0,
-        max_grad_norm=1.0, **options,
-    )  # fmt: skip
-    for _ in range(3):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(data[:9][0]), data[:9][1]).backward()
-        optimizer.step()
-    return made, optimizer, loader
-
-
-def test_what_is_said_of_opacus_holds():
-    """The page's claims hold of the installed Opacus, whose version pyproject.toml bounds."""
-    pytest.importorskip("opacus")
-    from opacus.accountants import RDPAccountant
-    from opacus.data_loader import DPDataLoader
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = {poisson: engine(1500, 150, poisson_sampling=poisson) for poisson in (True, False)}
-        rounded = engine(1501, 150)[1]
-    assert isinstance(found[True][2], DPDataLoader)
-    assert not isinstance(found[False][2], DPDataLoader)  # and yet the same is accounted
-    assert all(isinstance(made.accountant, RDPAccountant) for made, _, _ in found.values())
-    epsilons = [made.get_epsilon(1e-5) for made, _, _ in found.values()]
-    assert epsilons[0] == epsilons[1] > 0
-    assert rounded.expected_batch_size == 136  # of 1501 / 11

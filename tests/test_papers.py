@@ -13,7 +13,6 @@ import pytest
 from scipy.special import gammaln, logsumexp
 from support.benchmarks import load as load_benchmark
 
-from dpdist.core.errors import UserError
 from dpdist.runs.recipe import built_in_recipes, make_plan, paper_recipes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,16 +41,6 @@ def test_the_pages_are_what_the_generator_prints():
     assert {name: (PAPERS / name).read_text() for name in made} == made, WRITE
 
 
-def test_the_pictures_are_what_the_generator_draws():
-    drawn = papers["pictures"]()
-    assert {name: (PAPERS / name).read_text() for name in drawn} == drawn, WRITE
-    _, item = next(each for each in ITEMS if each[1]["id"] == "Figure 3" and each[0] == "dplis")
-    points = sum(len(one.cells) for one in papers["results"]("dplis", item))
-    picture = drawn[f"dplis/pictures/{item['pictures'][0]['file']}"]
-    inside = re.findall(r"<g clip-path[^>]*>(.*?)</g>", picture, re.DOTALL)
-    assert sum(part.count("<use") for part in inside) == points > 8  # each mean is there
-
-
 @pytest.mark.slow
 def test_every_recipe_named_loads_and_makes_a_plan():
     """With the change beside it; with epsilon as given, so noise is not sought here."""
@@ -66,10 +55,6 @@ def test_every_recipe_named_loads_and_makes_a_plan():
             recipe = papers["recipe_of"](name, (change or {}) | calibrated)
         plan = make_plan(recipe, sizes[recipe.data.name], name)
         assert plan.records > 0, name
-    with pytest.raises(UserError):
-        papers["recipe_of"]("dplis-mnist-rnn")
-    with pytest.raises(UserError, match=r"method\.radius"):
-        papers["recipe_of"]("dplis-mnist-cnn", {"method.radius": "best"})
 
 
 @pytest.mark.slow
@@ -122,9 +107,6 @@ def test_the_steps_of_each_budget_spend_what_is_printed():
         for epsilon, steps in budget["steps"].items():
             found = spent(batch / budget["records"], noise, steps)
             assert found == pytest.approx(epsilon, abs=0.012), (name, epsilon)
-            a_round = budget["records"] // batch  # the authors' epoch
-            whole = spent(batch / budget["records"], noise, round(steps / a_round) * a_round)
-            assert whole == pytest.approx(epsilon, abs=0.01), (name, epsilon)
     small = vars(load_benchmark("papers/dplis/run"))
     for epsilon, steps in small["BUDGETS"].items():
         assert spent(64 / RECORDS["digits"], 1.1, steps) == pytest.approx(epsilon, abs=0.012)
@@ -136,20 +118,3 @@ def test_recipes_have_the_published_settings():
             fields = papers["recipe_of"](row["recipe"], row.get("change")).model_dump()
             sections = [key.split(".") for key in item["keys"]]
             assert [fields[section][name] for section, name in sections] == row["published"], row
-
-
-def test_every_cell_that_a_cpu_trains_loads_and_makes_a_plan():
-    """With a name of its own; with epsilon as given, so noise is not sought here."""
-    script = vars(load_benchmark("papers/run_small"))
-    found = script["cells"]()
-    known = {(paper, item["id"]) for paper, item in ITEMS}
-    assert len({script["run_name"](part) for part in found}) == len(found) > 20
-    for part, cell in found.items():
-        assert (cell.paper, cell.item) in known, part
-        change = cell.change | {"name": script["run_name"](part)}
-        recipe = papers["recipe_of"](cell.recipe, change)
-        if recipe.privacy.noise_multiplier is None:
-            change = change | {"privacy.epsilon": None, "privacy.noise_multiplier": 4.0}
-            recipe = papers["recipe_of"](cell.recipe, change)
-        plan = make_plan(recipe, RECORDS[recipe.data.name], part)
-        assert ("NOT PRIVATE" in cell.row) <= (plan.guarantee().epsilon == math.inf), part

@@ -142,10 +142,3 @@ def test_a_private_record_changes_nothing_that_is_published(work, before, part):
     assert {"release/privacy_card.json", "evaluation.json", "report/index.html"} <= first.keys()
     assert first.keys() == second.keys()
     assert [name for name in first if first[name] != second[name]] == []
-
-
-def test_a_public_record_does_change_what_is_published(work, before):
-    """The comparison can fail."""
-    first, (second, _) = before[0], published(work, changed_in("public"))
-    different = {name for name in first if first[name] != second[name]}
-    assert {"release/privacy_card.json", "public/provenance.json", "report/index.html"} <= different

@@ -29,7 +29,6 @@ RECIPE = {
         "score": {"public": {"name": "mnist", "root": "~/public"}},
     },
 }
-REDISTRIBUTED = {"name": "secure-sgd", "redistribution": {"root": "public"}}
 
 
 def paths(section) -> list[Path]:
@@ -40,20 +39,13 @@ def paths(section) -> list[Path]:
     return [path for inner in fields for path in paths(inner)]
 
 
-@pytest.mark.parametrize(
-    "changed, count",
-    [({}, 7), ({"model": {"name": "mlp", "initial": "i"}, "method": REDISTRIBUTED}, 7)],
-)
-def test_every_path_is_absolute_once_read(changed, count, tmp_path, monkeypatch):
+def test_every_path_is_absolute_once_read(tmp_path, monkeypatch):
     """A run is continued, and a trial of a search trained, from any directory and on any host."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    raw = {**RECIPE, **changed}
-    if changed:
-        raw["public"] = {**raw["public"], "model": None}
-    recipe = parse_recipe(raw, "test")
+    recipe = parse_recipe(RECIPE, "test")
     found = paths(recipe)
-    assert len(found) == count
+    assert len(found) == 7
     for path in found:
         assert path.is_relative_to(tmp_path), path
     assert recipe.tune.score.public.root == tmp_path / "home" / "public"
@@ -63,31 +55,7 @@ def test_every_path_is_absolute_once_read(changed, count, tmp_path, monkeypatch)
     other.mkdir()
     monkeypatch.chdir(other)
     assert load_recipe(tmp_path / "recipe.yaml") == recipe
-    assert Recipe.model_validate(raw) != recipe  # read there, they lie there
-
-
-@pytest.mark.parametrize(
-    ("section", "changed", "key"),
-    [
-        ("training", {"schedule": "step"}, "milestones"),
-        ("training", {"milestones": [0.5]}, "milestones"),
-        ("training", {"schedule": "step", "milestones": [0.7, 0.5]}, "milestones"),
-        ("training", {"schedule": "step", "milestones": [1.5]}, "milestones.0"),
-        ("training", {"weight_decay": -1}, "training.weight_decay"),
-        ("training", {"crop": 65}, "training.crop"),
-        ("resources", {"cpus_per_worker": 1e9}, "cpus_per_worker"),
-        ("resources", {"cpus_per_worker": 1e-5}, "cpus_per_worker"),
-        ("resources", {"gpus_per_worker": 1025}, "gpus_per_worker"),
-        ("resources", {"gpus_per_worker": 1.5}, "gpus_per_worker"),
-        ("resources", {"certify_gpus": 1.5}, "certify_gpus"),
-        ("data", {"labels": [3]}, "data.labels"),
-        ("data", {"labels": [3, 3]}, "data.labels"),
-        ("data", {"labels": [3, 10]}, "data.labels"),
-    ],
-)
-def test_what_does_not_fit_is_named(section, changed, key):
-    with pytest.raises(UserError, match=key):
-        parse_recipe({**RECIPE, section: {**RECIPE.get(section, {}), **changed}}, "test")
+    assert Recipe.model_validate(RECIPE) != recipe  # read there, they lie there
 
 
 def test_classes_have_names_and_numbers():
@@ -103,20 +71,6 @@ def test_classes_have_names_and_numbers():
     for names, classes in ((["a", "b"], 3), (["a", "a"], 2)):
         with pytest.raises(UserError, match=r"data\.names"):
             data(names=names, classes=classes)
-    named = parse_recipe(
-        {**RECIPE, "data": {"name": "mine", "root": "data", "names": ["a", "b"]}}, "test"
-    )
-    # a model does not depend on what classes are called
-    assert "data.names" not in named.experiment_settings
-
-
-def test_a_thousand_wrong_keys_are_no_thousand_lines():
-    raw = RECIPE | {"model": {"name": "mlp"} | {f"key{n}": n for n in range(1000)}}
-    with pytest.raises(UserError) as refused:
-        parse_recipe(raw, "x.yaml")
-    said = str(refused.value).splitlines()
-    assert len(said) == 21 and said[0].startswith("x.yaml: model.key0: ")
-    assert "980" in said[-1]
 
 
 def test_epochs_make_a_whole_number_of_steps():

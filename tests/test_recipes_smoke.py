@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,7 @@ from support.datasets import png, write_split
 from support.local_execution import TestExecutor, run_without_ray
 from support.optional_extras import needs_hf
 
-from dpdist import data, models, pipeline
+from dpdist import data, models
 from dpdist.data import registry
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import built_in_recipes, load_recipe, paper_recipes
@@ -153,25 +151,3 @@ def test_recipe_trains(path, tmp_path, monkeypatch):
     values = torch.cat([p.flatten() for p in trained.parameters()])
     assert torch.isfinite(values).all()
     assert folder.require_trained()["steps"] == job.plan.steps
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("path", [pytest.param(path, id=path.stem) for path in paper_recipes()])
-def test_paper_recipe_runs_to_its_end(path, tmp_path, monkeypatch):
-    """Initial weights, search, training, evaluation, certificates and report, all of them tiny."""
-    small, recipe = small_changes(path, tmp_path, monkeypatch), load_recipe(path)
-    small["resources.workers"] = 1  # a trial's two would be Ray's
-    if recipe.certify is not None:
-        small |= {"certify.n": 20, "certify.n0": 10, "certify.every": 24}
-    if recipe.tune is not None:
-        small |= {"tune.num_trials": {"name": "fixed", "runs": 1}, "tune.concurrent": 1}
-        if "method.threshold" in recipe.tune.space:  # of two teachers' votes, with little noise
-            few = {"method.screening": {"choice": [0.3]}, "method.threshold": {"choice": [0.1]}}
-            small |= {"tune.space": few, "privacy.noise_multiplier": 0.01}
-    run_without_ray(monkeypatch)
-    folder = pipeline.run(path, runs=tmp_path / "runs", changes=small)
-    assert folder.report_file.exists()
-    if recipe.method.capabilities.not_releasable_reason is None:
-        assert 0 <= json.loads(folder.evaluation.read_text())["accuracy"] <= 1
-    if recipe.certify is not None:
-        assert list(folder.certificates.rglob("*.parquet"))

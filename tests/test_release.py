@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import os
@@ -10,13 +9,11 @@ import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -34,16 +31,9 @@ import dpdist
 from dpdist import models
 from dpdist.certification import table as tables
 from dpdist.certification import table_reader
-from dpdist.certification.cohen import certify
-from dpdist.certification.noise import Gaussian
-from dpdist.certification.statistics import population_row
 from dpdist.cluster import job_folder
-from dpdist.core.errors import UserError
-from dpdist.core.files import json_equal
-from dpdist.models import ModelSpec
 from dpdist.privacy import accounting
 from dpdist.privacy.card import PRIVACY_CARD, PRIVACY_CARD_TEXT, card_markdown
-from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.release import verify as verifying
 from dpdist.release.description import certified_accuracy_record, parse_description
@@ -58,7 +48,6 @@ from dpdist.release.files import (
     table_name,
 )
 from dpdist.release.model_card import model_card
-from dpdist.release.tables import count_difference
 from dpdist.release.verify import verify_release
 from dpdist.runs.folder import RunFolder
 
@@ -88,10 +77,14 @@ def work(tmp_path_factory) -> Path:
     write_recipe(folder, RECIPE, "small.yaml")
     key = Ed25519PrivateKey.generate()
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     (folder / "key.pem").write_bytes(private)
-    (folder / PUBLIC).write_bytes(public)
+    write_public_key(key, folder / PUBLIC)
     return folder
+
+
+def write_public_key(key: Ed25519PrivateKey, path: Path) -> Path:
+    path.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    return path
 
 
 @pytest.fixture
@@ -168,7 +161,6 @@ def name_model(folder: Path, digest: str) -> None:
     changed_table(folder, about=at("model", to=digest))
 
 
-@pytest.mark.slow
 def test_what_is_in_it(made):
     assert {path.name for path in made.iterdir()} == {*REQUIRED_FILES, SIGNATURE, table_name(1)}
     for line in (made / CHECKSUMS).read_text().splitlines():
@@ -191,24 +183,13 @@ def test_what_is_in_it(made):
         assert (b"unlucky-7" in path.read_bytes()) == (path.name == table_name(1))
 
 
-def test_the_model_card_states_the_population_as_all_others_do(made, call):
-    """By the function that `certify`, reports and `verify` print it from."""
-    certified = table_reader.read(made / table_name(1))
-    row = population_row(certified)
-    assert f"| {row.title} | {row.value} |" in (made / "README.md").read_text()
-    about = json.loads((made / DESCRIPTION).read_text())
-    assert [table["population"] for table in about["certified"]] == [": ".join(row[:2])]
-    assert row.value in " ".join(call("verify", made).out.split())
-
-
 def test_it_holds(made, call, work):
-    done = call("verify", made, "--signer", PUBLIC)
-    assert done.code == 0, done.err
+    done = call("verify", made, "--signer", PUBLIC, "--redraw", 3)
+    assert done.code == 0 and "for 3 random inputs" in done.out, done.err
     card = json.loads((made / PRIVACY_CARD).read_text())
     plan = PrivacyPlan.from_dict(card["accounted"])
     assert plan.guarantee().epsilon == card["guarantee"]["epsilon"]
     assert "650 parameters" in done.out and PUBLIC in done.out
-    assert "--signer" in call("verify", made).out
     openssl = shutil.which("openssl")
     if openssl is not None:
         subprocess.run(
@@ -225,14 +206,14 @@ def fails(call: Callable[..., Done], folder: Path, match: str, *options: object)
     assert match in line and not done.out
 
 
-@pytest.mark.parametrize("name", [*REQUIRED_FILES])
+@pytest.mark.parametrize("name", [PRIVACY_CARD, CHECKSUMS])
 def test_a_file_that_was_changed_is_noticed(copied, call, name):
     content = bytearray((copied / name).read_bytes())
     content[len(content) // 2] ^= 1
     (copied / name).write_bytes(bytes(content))
     fails(call, copied, "SHA256SUMS")
     (copied / name).unlink()
-    if name not in (CHECKSUMS,):
+    if name != CHECKSUMS:
         fails(call, copied, f"lacks {name}")
 
 
@@ -245,9 +226,6 @@ def test_other_files_and_links_are_no_part_of_it(copied, call, tmp_path):
     (tmp_path / "card").write_bytes((copied / PRIVACY_CARD).read_bytes())
     (copied / PRIVACY_CARD).unlink()
     (copied / PRIVACY_CARD).symlink_to(tmp_path / "card")
-    fails(call, copied, PRIVACY_CARD)
-    (copied / PRIVACY_CARD).unlink()
-    os.mkfifo(copied / PRIVACY_CARD)
     fails(call, copied, PRIVACY_CARD)
 
 
@@ -291,15 +269,8 @@ def test_other_weights_are_noticed_with_right_sums(copied, call):
     fails(call, copied, "model hash")
     edit(copied, PRIVACY_CARD, at("extra", "model hash", to=digest))
     fails(call, copied, f"{table_name(1)}: model")
-    name_model(copied, digest)
-    fails(call, copied, PRIVACY_CARD_TEXT)  # the pages name the weights as well
-    next(iter(tensors.values())).view(-1)[0] = torch.nan
-    save_file(tensors, weights)
-    name_model(copied, models.model_hash(copied))
-    fails(call, copied, "finite")
 
 
-@pytest.mark.slow
 def test_a_release_of_another_version_is_verified_with_that_one(copied, monkeypatch):
     """A machine with another accounting library verifies it; another dpdist does not."""
     for name in (PRIVACY_CARD, PRIVACY_CARD_TEXT, MODEL_CARD):
@@ -314,87 +285,26 @@ def test_a_release_of_another_version_is_verified_with_that_one(copied, monkeypa
 
 def test_whoever_reads_a_release_can_name_its_signer(copied, call, work, tmp_path):
     """predict, certify and dpdist.load, as verify: before anything is answered."""
-    pem = Ed25519PrivateKey.generate().public_key().public_bytes(
-        Encoding.PEM, PublicFormat.SubjectPublicKeyInfo
-    )  # fmt: skip
-    other = tmp_path / "other.pem"
-    other.write_bytes(pem)
+    other = write_public_key(Ed25519PrivateKey.generate(), tmp_path / "other.pem")
     image = tmp_path / "x.npy"
     np.save(image, np.zeros((1, 8, 8), np.float32))
     for arguments in (["predict", copied, image], ["certify", copied]):
         done = call(*arguments, "--signer", other)
         assert done.code == 2 and str(other) in done.err and not done.out, arguments
     assert call("predict", copied, image, "--set", "certify.n=100", "--signer", PUBLIC).code == 0
-    done = call("predict", "small", image, "--signer", PUBLIC)
-    assert done.code == 2 and "--signer: " in done.err
     with pytest.raises(ReleaseError, match=other.name):
         dpdist.load(copied, signer=other)
     assert dpdist.load(copied, signer=work / PUBLIC).name == dpdist.load(copied).name
 
 
-def test_no_key_and_another_key(copied, call, work, tmp_path):
-    other = Ed25519PrivateKey.generate().public_key()
-    pem = other.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-    (tmp_path / "other.pem").write_bytes(pem)
-    fails(call, copied, "other.pem", "--signer", tmp_path / "other.pem")
+def test_no_key_and_another_key(copied, call, tmp_path):
+    other = write_public_key(Ed25519PrivateKey.generate(), tmp_path / "other.pem")
+    fails(call, copied, "other.pem", "--signer", other)
     (copied / SIGNATURE).write_bytes(b"short")
     fails(call, copied, PUBLIC, "--signer", PUBLIC)
     (copied / SIGNATURE).unlink()
     fails(call, copied, SIGNATURE, "--signer", PUBLIC)
     assert call("verify", copied).code == 0
-    for arguments in (
-        ("verify", copied, "--signer", "key.pem"),
-        ("verify", copied, "--signer", "nowhere.pem"),
-        ("release", "small", "--sign", PUBLIC),
-        ("release", "small", "--license", "my own"),
-        ("verify", work),
-        ("verify", work / "nowhere"),
-        ("verify", work / "runs/small"),
-    ):
-        done = call(*arguments)
-        assert done.code == 2 and len(done.err.splitlines()) == 1, done.err
-    assert (work / "runs/small/release" / SIGNATURE).exists()  # nothing was released anew
-
-
-def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    yield path
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from leaves(inner, (*path, key))
-    elif isinstance(value, list):
-        for place, inner in enumerate(value[:2]):
-            yield from leaves(inner, (*path, place))
-
-
-def quick_guarantee(plan: PrivacyPlan, *_: Any) -> Guarantee:
-    return Guarantee(1.0, plan.delta, plan.adjacency, "proved", "nobody", plan.assumptions)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [PRIVACY_CARD, DESCRIPTION, "model.json"])
-def test_nothing_in_a_field_breaks_the_reader(copied, name, monkeypatch):
-    """Any value of any field: the release still holds, or is refused in one line."""
-    # accounting takes its time
-    monkeypatch.setattr(PrivacyPlan, "guarantee_for_events", quick_guarantee)
-    whole, refused = json.loads((copied / name).read_text()), 0
-    for path in list(leaves(whole))[1:]:
-        for value in (None, True, -1, "x", {}, "DROP"):
-            changed = copy.deepcopy(whole)
-            inner = changed
-            for part in path[:-1]:
-                inner = inner[part]
-            if value == "DROP":
-                del inner[path[-1]]
-            else:
-                inner[path[-1]] = value
-            (copied / name).write_text(json.dumps(changed))
-            sum_again(copied)
-            try:
-                verify_release(copied)
-            except UserError as error:
-                refused += 1
-                assert "\n" not in str(error), (path, value)
-    assert refused > 60
 
 
 def test_nothing_is_unpickled(copied, monkeypatch):
@@ -477,39 +387,9 @@ def test_a_release_is_certified_without_its_run(copied, call, work, monkeypatch)
     assert call("verify", copied).code == 0
 
 
-def test_numbers_may_differ_in_their_last_bits():
-    assert json_equal({"a": [1.0, "x"]}, {"a": [1.0 + 1e-12, "x"]})
-    for other in ({"a": [1.001, "x"]}, {"a": [1.0]}, {"b": [1.0, "x"]}, {"a": [True, "x"]}):
-        assert not json_equal({"a": [1.0, "x"]}, other)
-
-
-def test_a_model_with_noise_inside_names_it(tmp_path):
-    """Its deviations are among the weights; their digest is in the description."""
-    from dpdist.randomness.noise_location import HiddenNoise, find_noise_location
-
-    spec = ModelSpec("linear", (1, 2, 2), 3)
-    model = models.initialize(spec, 1)
-    split = models.require_split(model)
-    HiddenNoise(split.name, torch.full(split.hidden_shape((1, 2, 2)), 0.5)).attach(model)
-    described = json.loads(json.dumps(find_noise_location(model).describe()))
-    assert json_equal(described, find_noise_location(model).describe())
-    model.hidden_std[0] += 1e-3
-    assert not json_equal(described, find_noise_location(model).describe())
-
-
 def all_radii(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         row["radius"], row["prediction"] = 3.0, row["label"]
-
-
-def other_counts(rows: list[dict[str, Any]]) -> None:
-    """Every input right in all draws, and all that follows from that."""
-    for row in rows:
-        votes = [0] * len(row["histogram"])
-        votes[row["label"]] = row["n"]
-        verdict = certify(row["label"], np.array(votes), row["alpha"], Gaussian(row["sigma"]))
-        row |= {"histogram": votes, "k": row["n"], "selected": row["label"]}
-        row |= {"p_lower": verdict.p_lower, "radius": verdict.radius, "prediction": row["label"]}
 
 
 def say_what_follows(folder: Path) -> None:
@@ -525,22 +405,6 @@ def test_half_a_table_is_noticed(copied, call):
     fails(call, copied, table_name(1))
     changed_table(copied, about=at("settings", "max_inputs", to=3))
     assert call("verify", copied).code == 0  # a smaller certification, and it says so
-
-
-@pytest.mark.slow
-def test_counts_are_drawn_again_where_one_asks_for_it(copied, call, monkeypatch):
-    for asked, counted in ((3, 3), (9, 4)):
-        done = call("verify", copied, "--redraw", asked)
-        assert done.code == 0, done.err
-        assert f"for {counted} random inputs" in done.out
-    changed_table(copied, other_counts)
-    say_what_follows(copied)
-    assert call("verify", copied).code == 0  # consistent in itself
-    fails(call, copied, "noise", "--redraw", 4)
-    monkeypatch.setattr(
-        "dpdist.certification.inference.device_name", lambda device: "a machine elsewhere"
-    )
-    fails(call, copied, "0.01 %", "--redraw", 4)
 
 
 def test_counts_of_another_seed_or_data_are_noticed(copied, call):
@@ -563,53 +427,11 @@ def test_counts_of_another_seed_or_data_are_noticed(copied, call):
     fails(call, copied, "labels", "--redraw", 1)
 
 
-def test_what_differs_by_rounding_is_said_and_little(copied):
-    stated = table_reader.read(copied / table_name(1)).table
-    row = stated.slice(0, 1).to_pylist()[0]
-    assert count_difference(row, row, stated.schema) == 0
-    moved = copy.deepcopy(row) | {"k": row["k"] - 1}
-    assert count_difference(row, moved, stated.schema) == 1 / row["k"]
-    other = copy.deepcopy(row) | {"selected": (row["selected"] + 1) % 10}
-    assert count_difference(row, other, stated.schema) >= 1
-    assert count_difference(row, row | {"histogram": None}, stated.schema) == 1
-    # Of a test of scores no scores are kept: its counts are the same whatever it certifies.
-    for more in ({"radius": row["radius"] + 0.1}, {"prediction": (row["prediction"] + 1) % 10}):
-        assert count_difference(row | more, row, stated.schema) == 1
-        assert count_difference(row | more | {"alpha": 0.5}, row, stated.schema) == 0
-
-
-@pytest.mark.slow
-def test_a_small_file_that_names_more_than_memory_holds_is_not_read(copied, call):
-    """Ten million rows that are all alike are a few kilobytes."""
-    numbers = pa.array(np.zeros(10**7, dtype=np.int64))
-    many = pa.table({f"column {i}": numbers for i in range(14)})
-    pq.write_table(many, copied / table_name(1), row_group_size=10**7)
-    sum_again(copied)
-    assert (copied / table_name(1)).stat().st_size < 2**20
-    fails(call, copied, "values")
-
-
-def test_a_description_that_asks_for_more_than_its_weights_is_refused_before_memory(copied, call):
-    """2^33 parameters beside 20 KB of weights asked for 17 GB."""
-    edit(copied, "model.json", at("name", to="mlp"))
-    edit(copied, "model.json", at("options", to={"hidden": [32768] * 4}))
-    name_model(copied, models.model_hash(copied))
-    fails(call, copied, "parameters")
-
-
-@pytest.mark.parametrize("change", [all_radii, lambda rows: rows[1].update(p_lower=0.999)])
-def test_a_radius_that_does_not_follow_from_its_counts_is_noticed(copied, call, change):
+def test_a_radius_that_does_not_follow_from_its_counts_is_noticed(copied, call):
     """All radii set to 3.0 by hand, and everything that follows from that made again."""
-    changed_table(copied, change)
+    changed_table(copied, all_radii)
     say_what_follows(copied)
     fails(call, copied, table_name(1))
-
-
-def test_counts_of_more_classes_than_the_model_tells_are_noticed(copied, call):
-    """One class more, that nothing was counted for: all else follows from the counts."""
-    changed_table(copied, lambda rows: [row["histogram"].append(0) for row in rows])
-    say_what_follows(copied)
-    fails(call, copied, "histogram")
 
 
 def test_a_file_without_a_sum_is_missed(copied, call):

@@ -12,13 +12,8 @@ import numpy as np
 import pytest
 
 from dpdist.audits.membership_statistics import Estimate
-from dpdist.certification import table as tables
-from dpdist.certification import table_reader
-from dpdist.certification.registry import settings_of
-from dpdist.certification.statistics import certified_rows
 from dpdist.core.console import (
     format_bound,
-    format_confidence,
     format_exact,
     format_percent,
     format_significant,
@@ -36,10 +31,10 @@ from dpdist.privacy.plan import PrivacyPlan
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.mark.parametrize("digits", [0, 1, 2])
+@pytest.mark.parametrize("digits", [0, 2])
 def test_shares_of_counts_are_rounded_down(digits: int) -> None:
     step = Fraction(1, 10**digits)
-    for whole in (3, 7, 29, 100, 1000, 10_000):
+    for whole in (3, 29, 10_000):
         for part in {0, 1, whole // 3, whole // 2, whole - 4, whole - 1, whole} & set(
             range(whole + 1)
         ):
@@ -51,32 +46,12 @@ def test_shares_of_counts_are_rounded_down(digits: int) -> None:
     assert format_percent(0.29, digits) == f"{Decimal(29):.{digits}f}"  # 100 * 0.29 is below 29
 
 
-def test_what_is_not_all_is_not_printed_as_all() -> None:
-    assert format_percent(9_996 / 10_000, 1) == "99.9" and format_percent(1.0, 1) == "100.0"
-    assert (
-        format_percent(np.nextafter(1.0, 0)) == "99.99"
-        and format_percent(np.float64(0.5)) == "50.00"
-    )
-    assert format_percent(1e-9) == "0.00" and format_percent(1e-9, round_up=True) == "0.01"
-
-
 def test_bounds_state_no_more_than_they_are() -> None:
     for value in (0.12345, 0.9996, 1e-9, 0.25, -0.0004, 7.77777):
         assert float(format_bound(value)) <= value <= float(format_bound(value, round_up=True))
         assert value <= float(format_significant(abs(value), 3)) or value < 0
     assert (format_bound(0.25), format_bound(0.25, round_up=True)) == ("0.250", "0.250")
     assert (format_bound(-np.inf), format_bound(np.inf, round_up=True)) == ("-inf", "inf")
-    assert (format_significant(1e-5), format_significant(0.1), format_significant(2e-5)) == (
-        "1e-05",
-        "0.1",
-        "2e-05",
-    )
-    assert format_significant(1.0001e-5, 3) == "1.01e-05" and format_significant(0.0) == "0"
-    assert (format_confidence(0.05), format_confidence(1e-6), format_confidence(0.001)) == (
-        "95",
-        "99.9999",
-        "99.9",
-    )
 
 
 def test_what_is_spent_and_measured_is_rounded_the_safe_way() -> None:
@@ -103,17 +78,3 @@ def test_a_radius_is_the_one_that_was_asked_for() -> None:
     for radius in (0.0, 0.25, 0.1, 1.5, 0.12345678, 1 / 3, 1e-7, 123456.7):
         assert float(format_exact(radius)) == radius
     assert format_exact(0.25) == "0.25" and format_exact(0.12345678) == "0.12345678"
-
-
-def test_target_radii_are_printed_as_they_are() -> None:
-    radius = 0.12345678  # 0.123457 with six digits: more than is certified
-    settings = settings_of(
-        {"sigma": 0.5, "n": 1000, "mode": "target-radius", "radii": [radius], "alpha": 0.01}
-    )
-    assert settings.folder_name == "sigma-0.5-target-radius-r-0.12345678-n-1000"
-    partial = {"selected": 0, "k": 990, "n": 1000, "looks": 1, "passed": 1, "hits": [990]}
-    place = settings.build_sampler(None, ())  # type: ignore[arg-type]
-    row = settings.table_row(0, 0, settings.decide([partial], place), place)
-    about = {"settings": settings.identity, "seed": "s"}
-    found = table_reader.from_arrow(tables.build([row], about, settings.table_schema()))
-    assert "100.0 % at r=0.12345678" in certified_rows(found)[0].text

@@ -16,17 +16,15 @@ from support.training import make, train
 from typer.testing import CliRunner
 
 import dpdist
-from dpdist import models
 from dpdist.cli.main import app
-from dpdist.core.console import format_significant
 from dpdist.core.errors import UserError
 from dpdist.core.fields import BEGIN
 from dpdist.core.optional_imports import import_extra
-from dpdist.data.text import TextColumn, WordList
-from dpdist.evaluation import evaluate_stage, load_model
+from dpdist.data.text import TextColumn
+from dpdist.evaluation import load_model
 from dpdist.publishing import write_release
 from dpdist.release import generation
-from dpdist.release.description import FORMAT, parse_description
+from dpdist.release.description import FORMAT
 from dpdist.release.files import CHECKSUMS, DESCRIPTION, TOKENIZER, WORDS, compute_checksums
 from dpdist.release.verify import verify_release
 from dpdist.runs.folder import RunFolder
@@ -35,7 +33,7 @@ WORDS_OF = ("the", "cat", "sat", "mat", "dog", "ran")
 LENGTH = 8
 
 
-def made(tmp: Path, name: str, text: dict[str, Any], evaluate: bool = False) -> RunFolder:
+def made(tmp: Path, name: str, text: dict[str, Any]) -> RunFolder:
     rng = np.random.default_rng(0)
     for split in ("train", "test"):
         texts = [f"{split} {k} " + " ".join(rng.choice(WORDS_OF, 5)) for k in range(40)]
@@ -46,8 +44,6 @@ def made(tmp: Path, name: str, text: dict[str, Any], evaluate: bool = False) -> 
     model = {"name": "next-word-mlp", "options": {}}
     recipe, folder = make(tmp / "runs", name, data=data, model=model, training__steps=3)
     train(recipe, folder)
-    if evaluate:
-        evaluate_stage(recipe, folder)
     write_release(folder, not_private=True)
     return folder
 
@@ -55,12 +51,6 @@ def made(tmp: Path, name: str, text: dict[str, Any], evaluate: bool = False) -> 
 @pytest.fixture(scope="module")
 def following(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return made(tmp_path_factory.mktemp("next"), "next", {"words": 4})
-
-
-@pytest.fixture(scope="module")
-def labeled(golden: Any, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    pytest.importorskip("transformers")
-    return golden("text", tmp_path_factory.mktemp("label"))
 
 
 def said(*arguments: object) -> str:
@@ -91,17 +81,6 @@ def test_the_next_word_is_that_of_the_last_word_of_a_text(following):
     assert shares == pytest.approx([float(wanted[place]) for place in order])
 
 
-@pytest.mark.slow
-def test_a_label_is_that_of_the_bytes(labeled):
-    answer = json.loads(said("predict", labeled.release_folder, "--text", "cat", "--json"))
-    row = torch.full((1, LENGTH), -1.0)
-    row[0, :5] = torch.tensor([0.0, *(byte + 2 for byte in b"cat"), 1.0])
-    with torch.no_grad():
-        shares = load_model(labeled.read_recipe(), labeled)(row)[0].double().softmax(0)
-    assert answer["name"] == ("good", "bad")[int(shares.argmax())]
-    assert answer["likely"][0]["probability"] == pytest.approx(float(shares.max()), rel=1e-6)
-
-
 def test_a_release_holds_the_words_of_the_training_and_no_other(following, tmp_path):
     words = (following.release_folder / WORDS).read_text()
     assert words.split() == list(WORDS_OF[:4])
@@ -113,38 +92,12 @@ def test_a_release_holds_the_words_of_the_training_and_no_other(following, tmp_p
     assert (about["classes"], about["vocabulary"], about["data"]["classes"]) == ([], 7, 7)
 
 
-@pytest.mark.slow
-def test_a_release_of_a_language_model_names_no_classes(tmp_path):
-    folder = made(tmp_path, "next", {"words": 4}, evaluate=True)
-    release = dpdist.load(folder.release_folder)
-    measured = json.loads(folder.evaluation.read_text())
-    said = " ".join(repr(release).split())
-    shown = format_significant(measured["perplexity"], 4)
-    assert "Vocabulary 7 tokens" in said
-    assert f"{shown} ({measured['next_tokens']} " in said
-    about = json.loads((folder.release_folder / DESCRIPTION).read_text())
-    for change in (
-        {"vocabulary": 8},
-        {"vocabulary": None},
-        {"classes": ["a"]},
-        {"text": {**about["text"], "predict": "label"}},
-    ):
-        with pytest.raises(UserError, match="vocabulary"):
-            parse_description({**about, **change}, "edited")
-    large = {**about, "vocabulary": 151_936, "data": {**about["data"], "classes": 151_936}}
-    assert parse_description(large, "as Qwen").outputs == 151_936
-
-
 @pytest.mark.parametrize(
     ("change", "key"),
     [
         ({"length": 9}, r"text\.length"),
-        ({"predict": "label"}, "vocabulary"),
-        ({"words": 3}, r"text\.words"),
         ({"words": 5}, "words"),
         ({"tokens": "tokenizer", "words": None}, TOKENIZER),
-        ({"tokens": "bytes", "words": None}, WORDS),
-        ({"tokens": "bytes"}, "words"),
         (None, "text"),
     ],
 )
@@ -159,29 +112,6 @@ def test_an_edited_tokenizer_is_refused(following, tmp_path, change, key):
     (folder / CHECKSUMS).write_text(compute_checksums(folder))
     with pytest.raises(UserError, match=key):
         verify_release(folder)
-
-
-def test_a_tokenizers_own_end_is_no_beginning(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    vocabulary = {"[CLS]": 0, "[SEP]": 1, "the": 2, "cat": 3, "[UNK]": 4}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.post_processor = tokenizers.processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 0), ("[SEP]", 1)]
-    )
-    made.save(str(tmp_path / TOKENIZER))
-    column = TextColumn(length=6, tokenizer=tmp_path / TOKENIZER, predicts_next_token=True)
-    assert column.tokenize_beginning("the cat").tolist() == [0, 2, 3]
-    assert column.tokenize_beginning("").tolist() == [0]  # a begin of its own: the model begins
-    assert column.tokenize_one("the cat").tolist() == [[0, 2, 3, 1, -1, -1]]
-    assert column.token_name(3) == "cat"
-    assert TextColumn(length=6).token_name(ord("a") + 2) == "a"
-    (tmp_path / WORDS).write_text("the\ncat\nsat\n")
-    words = TextColumn(length=6, words=WordList(tmp_path / WORDS, 2))
-    assert [words.token_name(token) for token in range(5)] == [
-        "<begin>", "<end>", "<unknown>", "the", "cat",
-    ]  # fmt: skip
-    assert models.NO_CLASS == -1
 
 
 # --- the begin and end of a text
@@ -218,11 +148,8 @@ END_ALONE, ONE_MARK = {"eos_token": "</s>"}, {"bos_token": "</s>", "eos_token": 
     ("names", "own", "short", "empty", "cut", "beginning"),
     [  # of "the cat", of no text, of eight words that are cut to five tokens, of "the" that goes on
         (BOTH_MARKS, "", [0, 3, 4, 1], [0, 1], [0, 3, 3, 3, 3], [0, 3]),
-        (BOTH_MARKS, "<s> $A", [0, 3, 4, 1], [0, 1], [0, 3, 3, 3, 3], [0, 3]),
-        (BOTH_MARKS, "$A </s>", [0, 3, 4, 1], [0, 1], [0, 3, 3, 3, 3], [0, 3]),
         (BOTH_MARKS, "<s> $A </s>", [0, 3, 4, 1], [0, 1], [0, 3, 3, 3, 3], [0, 3]),
         (END_ALONE, "", [3, 4, 1], [1], [3, 3, 3, 3, 3], [3]),
-        (ONE_MARK, "", [1, 3, 4, 1], [1, 1], [1, 3, 3, 3, 3], [1, 3]),
         (ONE_MARK, "</s> $A", [1, 3, 4, 1], [1, 1], [1, 3, 3, 3, 3], [1, 3]),
     ],
 )
@@ -245,35 +172,6 @@ def test_a_document_has_one_begin_and_one_end(tmp_path, names, own, short, empty
         assert other.content_description == plain.content_description
 
 
-@pytest.mark.slow
-def test_a_run_with_marks_is_released_and_its_texts_begin_and_end(tmp_path, monkeypatch):
-    text = {"tokenizer": str(words_in(tmp_path / "cutter", BOTH_MARKS)), "bos_eos": True}
-    run = made(tmp_path, "marks", text)
-    assert "bos_eos: true" in (run.path / "recipe.yaml").read_text()
-    release = dpdist.load(run.release_folder)
-    record = json.loads((run.release_folder / DESCRIPTION).read_text())
-    assert record["text"]["bos_eos"] is True
-    answerer = release.text_answerer
-    assert answerer.column.bos_eos and answerer.column.ends == {1}
-    asked = []
-
-    def scores(tokens: np.ndarray) -> torch.Tensor:
-        asked.append(tokens.tolist())
-        found = torch.full((len(WORDS_OF) + 3,), -50.0)
-        found[1 if len(tokens) == 3 else 4] = 50.0  # cat, cat, and the end
-        return found
-
-    monkeypatch.setattr(answerer, "next_scores", scores)
-    sampling = generation.Sampling(count=1, max_tokens=9, temperature=1.0, seed=3)
-    assert list(generation.sample_texts(answerer, "", sampling)) == ["cat cat"]
-    assert asked == [[0], [0, 4], [0, 4, 4]]
-    dict(verify_release(run.release_folder))
-    said(
-        "predict", run.release_folder, "--to", tmp_path / "texts", "--set", "sampling.max_tokens=3"
-    )
-    said("predict", run.release_folder, "--text", "the cat")
-
-
 # --- sampled texts
 
 
@@ -290,8 +188,6 @@ def test_texts_are_sampled_by_the_scores_of_the_next_word(following):
     # Hoeffding: all five within 0.04 but with probability 10 exp(-2 * 4000 * 0.04^2) < 3e-5
     assert shares == pytest.approx([float(wanted[place]) for place in (1, 3, 4, 5, 6)], abs=0.04)
     assert sum(shares) == 1
-    coldest = sampling.model_copy(update={"count": 1, "temperature": 0.0})
-    best = next(generation.sample_texts(answerer, "The cat", coldest))
-    assert best == names[max(range(5), key=lambda place: float(wanted[[1, 3, 4, 5, 6]][place]))]
+    best = names[max(range(5), key=lambda place: float(wanted[[1, 3, 4, 5, 6]][place]))]
     cold = sampling.model_copy(update={"count": 200, "temperature": 0.001})
     assert set(generation.sample_texts(answerer, "The cat", cold)) == {best}

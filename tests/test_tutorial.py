@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -73,23 +72,3 @@ def test_the_prices_of_a_search_are_those_printed(dpdist, monkeypatch):
     there = lines(done.out)
     for line in lines(table):
         assert any(each.startswith(line) for each in there), line
-
-
-def test_the_recipe_of_the_page_on_clusters_is_one_with_every_printed_change(tmp_path):
-    """Its commands were run by hand on two nodes; what they submit is read here."""
-    from dpdist.runs.recipe import load_recipe, parse_changes
-
-    page = (PAGE.parent / "cluster-in-half-an-hour.md").read_text()
-    ((text,),) = [re.findall(r"^```yaml\n(.*?)^```$", page, re.S | re.M)]
-    (tmp_path / "two.yaml").write_text(text)
-    found = {}
-    for line in re.findall(r"^dpdist cluster submit (two\.yaml.*)$", page, re.M):
-        words = shlex.split(line, comments=True)[1:]
-        given = list(zip(words[::2], words[1::2], strict=True))
-        changes = parse_changes([value for option, value in given if option == "--set"])
-        recipe = load_recipe(tmp_path / "two.yaml", changes)
-        workers = recipe.resources.workers
-        found[dict(given).get("--name", recipe.name)] = (workers, recipe.training.reproducible)
-    assert found["two"] == (2, False)
-    assert [name for name, (_, same) in found.items() if same] == ["kept"]
-    assert all(found[name][0].min == 1 for name in ("shrunk", "kept"))  # type: ignore[union-attr]

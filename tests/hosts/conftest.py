@@ -15,21 +15,11 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
     """A head and two workers, for tests that take minutes together."""
     if not (os.environ.get("DPDIST_HOSTS") or os.environ.get("DPDIST_FAULTS")):
         pytest.skip("minutes long; set DPDIST_HOSTS=1")
-    yield from _up(tmp_path_factory, workers=2, head_cpus=0)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> Iterator[Cluster]:
-    """A head that works too, and one worker."""
-    yield from _up(tmp_path_factory, workers=1, head_cpus=1)
-
-
-def _up(tmp_path_factory, workers: int, head_cpus: int) -> Iterator[Cluster]:
     reason = rooms.why_not()
     if reason:
         pytest.skip(reason)
     with rooms.room(tmp_path_factory.mktemp("room")) as room:
-        made = Cluster(room, workers, head_cpus)
+        made = Cluster(room, workers=2, head_cpus=0)
         try:
             made.up()
         except Slow:

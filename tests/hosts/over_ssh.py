@@ -189,16 +189,6 @@ class Cluster:
         host.shell(f"export RAY_HEAD_IP={self.head.address}; {command}", check=False)
         self.wait_for(lambda: host.processes("raylet/raylet"), every=1)
 
-    def join(self, host: rooms.Host) -> None:
-        """Add a host that is not in the cluster file."""
-        host.shell(f"mkdir -p ~/.ray && echo {self.token} > ~/.ray/auth_token")
-        self.restart(host)
-
-    def leave(self, host: rooms.Host) -> None:
-        """Take such a host away for good."""
-        host.shell("ray stop", check=False)
-        host.kill()
-
 
 _TOO_SLOW = "The current node timed out during startup"
 _ASK = """

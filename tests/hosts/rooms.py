@@ -132,19 +132,19 @@ class Room(Host):
             ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.key)], check=True
         )
         self.hosts: list[Host] = []
-        self._start("laptop", _LAPTOP, sees_share=False)
+        self._start("laptop", _LAPTOP)
         # Before the hosts are made, so that they see it too. The tests see it through the room.
         small = self.shared / SMALL
         small.mkdir()
         self.run("mount", "-t", "tmpfs", "-o", f"size={_SMALL_SIZE}", "small", str(small))
         self.small = Path(f"/proc/{self.pid}/root") / small.relative_to("/")
 
-    def _start(self, name: str, address: str, *, sees_share: bool, disk: str = "600m") -> Host:
+    def _start(self, name: str, address: str) -> Host:
         laptop = name == "laptop"
         keep = {str(path): str(path) for path in _needed()}
         if laptop:
             keep[str(self.folder)] = str(self.folder)
-        if sees_share:
+        else:
             keep[SHARED] = str(self.shared)
         about = {
             "name": name,
@@ -152,7 +152,7 @@ class Room(Host):
             "gateway": _LAPTOP,
             "bridge": laptop,
             "home": HOME,
-            "hide": {"/tmp": disk, HOME: "256m", "/dev/shm": "1g", "/run": "64m", "/mnt": "1g"},
+            "hide": {"/tmp": "600m", HOME: "256m", "/dev/shm": "1g", "/run": "64m", "/mnt": "1g"},
             "keep": keep,
             "public_key": "" if laptop else self.key.with_suffix(".pub").read_text(),
             "profile": _PROFILE,
@@ -195,16 +195,16 @@ class Room(Host):
                 return line.split()[-1]
         raise AssertionError("no NSpid")
 
-    def add(self, name: str, *, sees_share: bool = True, disk: str = "600m") -> Host:
-        """A new host with its cable in the bridge; `disk` is the size of its /tmp."""
+    def add(self, name: str) -> Host:
+        """A new host with its cable in the bridge."""
         address = f"10.77.0.{10 + len(self.hosts)}"
-        self.hosts.append(self._start(name, address, sees_share=sees_share, disk=disk))
+        self.hosts.append(self._start(name, address))
         return self.hosts[-1]
 
     def replace(self, host: Host) -> None:
         """The machine is lost with its disk; an empty one of the same name and address comes."""
         host.kill()
-        fresh = self._start(host.name, host.address, sees_share=True)
+        fresh = self._start(host.name, host.address)
         host.process, host.pid = fresh.process, fresh.pid
 
     def cut(self, host: Host) -> None:

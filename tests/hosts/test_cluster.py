@@ -4,9 +4,6 @@ different hosts, is certified, and its report comes home."""
 from __future__ import annotations
 
 import re
-import signal
-import subprocess
-import time
 
 import pytest
 
@@ -50,21 +47,6 @@ def test_a_submitted_recipe_trains_on_both_hosts_and_its_report_comes_home(clust
 
     for host in cluster.workers:
         cluster.wait_for(lambda host=host: host.processes("RayTrainWorker"))
-    follower = subprocess.Popen(
-        cluster.command("cluster", "status", job, "--follow", cwd=project),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    seen = ""
-    while "3 nodes" not in seen:
-        seen += follower.stderr.readline()
-    cluster.laptop.run("kill", "-INT", str(cluster.laptop.processes("--follow")[-1]))
-    _, said = follower.communicate(timeout=200)
-    assert follower.returncode == 130 and f"dpdist cluster status {job} --follow" in said
-
     assert cluster.state(job)[0] in ("RUNNING", "SUCCEEDED")
     done = cluster.dpdist("cluster", "status", job, "--follow", cwd=project, timeout=400)
 
@@ -79,7 +61,6 @@ def test_a_submitted_recipe_trains_on_both_hosts_and_its_report_comes_home(clust
 
 def test_a_folder_that_hosts_do_not_share_is_refused_at_the_start(cluster, project):
     """Before the first step, with the host that does not see it."""
-    began = time.monotonic()
     done = cluster.dpdist(
         "cluster", "submit", "job.yaml", "--set", "name=apart", "--runs", "/tmp/own-runs",
         cwd=project, check=False, timeout=300,
@@ -90,4 +71,3 @@ def test_a_folder_that_hosts_do_not_share_is_refused_at_the_start(cluster, proje
     )
     assert "put runs on storage that all hosts share" in done.stderr
     assert "training: " in done.stderr and "of 400 steps" not in done.stderr
-    print(f"refused after {time.monotonic() - began:.0f} s")

@@ -143,65 +143,6 @@ def slurm(tmp_path) -> Iterator[Slurm]:
         yield Slurm(room)
 
 
-# In place of Ray and dpdist, for what the script and SLURM do by themselves.
-STAND_INS = {
-    # It leaves a process that neither SLURM's tree nor a command line shows, as Ray's agents are.
-    "ray": """#!/bin/sh
-for each; do
-    case $each in
-    --temp-dir=*) mkdir -p "${each#*=}" && setsid sleep 611 > "${each#*=}/log" 2>&1 & ;;
-    esac
-done
-case $* in *--block*) exec sleep 600;; esac
-""",
-    "dpdist": """#!/bin/sh
-trap 'echo told; exit 130' TERM
-echo "start ${SLURM_RESTART_COUNT:-0} $RAY_ADDRESS $RAY_AUTH_MODE ${#RAY_AUTH_TOKEN}"
-sleep 600 & wait $!
-""",
-}
-
-
-@pytest.mark.nightly
-def test_the_script_goes_back_into_the_queue_unless_it_is_cancelled(slurm):
-    room, one, two = slurm.room, *slurm.nodes
-    tools = room.shared / "tools" / "bin"
-    tools.mkdir(parents=True)
-    (tools / "python").symlink_to(sys.executable)
-    for name, text in STAND_INS.items():
-        (tools / name).write_text(text)
-        (tools / name).chmod(0o755)
-    text = templates()["slurm"].replace("FILL-IN-ENVIRONMENT", f"{rooms.SHARED}/tools")
-    (room.folder / "slurm.sbatch").write_text(text.replace("cpus-per-task=8", "cpus-per-task=1"))
-    job = slurm.ask(f"sbatch --chdir={rooms.SHARED} {room.folder}/slurm.sbatch").split()[-1]
-    log = room.shared / f"dpdist-{job}.log"
-
-    def starts(number: int) -> None:
-        word = f"start {number} {one.address}:{20000 + int(job)} token 64"
-        wait_for(lambda: log.exists() and word in log.read_text(), 100)
-        for node in (one, two):  # nothing of an earlier start is left
-            wait_for(lambda node=node: len(node.processes("sleep 611")) == 1, 20)
-
-    starts(0)
-    for node in (one, two):
-        assert node.run("stat", "-c", "%a", f"/tmp/dpdist-{job}").stdout == "700\n"
-    two.kill()
-    wait_for(lambda: slurm.state(job) == "PENDING", 60)  # SLURM has missed the node
-    slurm.replace(two)
-    starts(1)
-    slurm.ask(f"scancel --batch --signal=TERM {job}")  # as --signal=B:TERM does
-    starts(2)
-    assert log.read_text().count("told") == 2
-    slurm.ask(f"scontrol requeue {job}")
-    starts(3)
-    slurm.ask(f"scancel {job}")
-    wait_for(lambda: slurm.ask(f"squeue -h -j {job}", check=False) == "", 60)
-    assert slurm.state(job) == "CANCELLED" and "start 4" not in log.read_text()
-    for node in (one, two):
-        assert not node.processes("sleep 611")
-        assert node.run("ls", "-d", f"/tmp/dpdist-{job}", check=False).returncode
-
-
 def test_a_lost_node_and_a_requeue_change_nothing(slurm, tmp_path, monkeypatch):
     room = slurm.room
     project = room.shared / "project"
