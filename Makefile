@@ -89,7 +89,7 @@ nightly: bytecode nightly-tools
 	exit $$failed
 
 audit-zoo: install
-	@$(BIN)/python tests/audits/zoo.py
+	@$(BIN)/python tests/support/zoo.py
 
 .PHONY: mutation nightly-tools
 nightly-tools: install

@@ -494,7 +494,7 @@ given by its name or as the path `papers/PAPER/recipes/NAME.yaml`.
 {systems}
 
 *Works*: the recipe loads, makes its plan and trains two steps in the tests. Every night each recipe
-of a paper runs to its end, tiny and on invented records (`tests/test_recipes_smoke.py`). The
+of a paper runs to its end, tiny and on invented records (`tests/unit/test_recipes_smoke.py`). The
 verdict is of the paper's statement.
 
 Each folder has a README, `recipes/`, `run.py`, which measured what its pages state, its results as

@@ -24,10 +24,9 @@ HIGHEST = ("torch==2.15.0", "torchvision==0.29.2", "ray[default,train,tune]==2.6
 OLDER_RAY = "2.59.0"  # the lower end of pyproject.toml; all else is as in constraints.txt
 PINNED_BUT_RAY = ("-c", ".venv/constraints-but-ray.txt", f"ray[default,train,tune]=={OLDER_RAY}")
 WITHOUT_RAY = (
-    "tests/data", "tests/gradients", "tests/methods", "tests/models", "tests/privacy",
-    "tests/certification", "tests/cluster/test_clusterfile.py", "tests/cluster/test_reading.py",
-    "tests/cluster/test_storage.py", "tests/test_cli.py", "tests/test_vision.py",
-    "tests/test_wheel.py",
+    "tests/unit/data", "tests/unit/gradients", "tests/unit/methods", "tests/unit/models",
+    "tests/unit/privacy", "tests/unit/certification", "tests/unit/cluster",
+    "tests/unit/test_cli.py", "tests/unit/test_vision.py", "tests/e2e/test_wheel.py",
 )  # fmt: skip
 ALL_BUT_SLOW = ("-m", "not slow", "-n", "2", "--dist", "loadfile", "tests")
 # name -> (interpreter, what pip is told besides the project, what pytest runs)

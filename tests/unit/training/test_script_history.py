@@ -1,0 +1,125 @@
+"""Public evaluation, history, plots and trackers of a script: released values only."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+from sklearn.metrics import roc_auc_score
+from support.own_loops import begin
+from torch import nn
+
+import dpdist
+from dpdist.reports import tracking
+from dpdist.reports.plots import plot_trials
+from dpdist.runs.accounting import PublishedTrial
+
+pytestmark = pytest.mark.filterwarnings("ignore:privacy.run_key")
+
+GENERATOR = torch.Generator().manual_seed(0)
+INPUTS = torch.rand(300, 4, generator=GENERATOR)
+LABELS = (INPUTS[:, 0] > 0.5).long()
+PUBLIC = (INPUTS[200:], LABELS[200:])
+
+
+def _training(folder: Path, *, steps: int = 4, **options: Any) -> dpdist.PrivateTraining:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2))
+    data = INPUTS[:200], LABELS[:200]
+    return begin(folder, model, rate=0.1, data=data, batch_size=20, steps=steps, **options)
+
+
+def test_evaluation_is_of_the_model_and_changes_nothing(tmp_path):
+    training, plain = _training(tmp_path / "run"), _training(tmp_path / "plain")
+    for _ in training:
+        before = copy.deepcopy(training.model.state_dict())
+        found = training.evaluate(PUBLIC, metric="auc")
+        assert training.model.training
+        with torch.no_grad():
+            outputs = copy.deepcopy(training.model).eval()(PUBLIC[0])
+        expected = roc_auc_score(PUBLIC[1].numpy(), (outputs[:, 1] - outputs[:, 0]).numpy())
+        assert found == pytest.approx(expected)
+        share = training.evaluate(PUBLIC)
+        assert share == pytest.approx(float((outputs.argmax(1) == PUBLIC[1]).double().mean()))
+
+        for name, value in training.model.state_dict().items():
+            assert torch.equal(value, before[name])
+    plain.run_all()
+    for one, other in zip(training.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert training.guarantee.kind == plain.guarantee.kind
+    told = training.history
+    assert list(told["step"]) == [0, 1, 2, 3]
+    assert {"learning_rate", "noisy_norm", "eval_auc", "eval_accuracy"} <= set(told)
+    assert not {"loss", "loss_sum", "examples"} & set(told)
+
+
+def test_private_records_are_not_evaluated(tmp_path):
+    with pytest.raises(dpdist.UserError, match="50 in common"):
+        _training(tmp_path / "run").evaluate((INPUTS[150:], LABELS[150:]))
+
+
+def test_a_search_s_trials_reach_no_tracker(tmp_path):
+    def train(config: Any) -> dpdist.PrivateTraining:
+        model = nn.Linear(4, 2)
+        return dpdist.PrivateTraining(
+            model, torch.optim.SGD(model.parameters(), lr=config["lr"]), config.data,
+            loss="cross-entropy", privacy=config.privacy, batch_size=20, steps=2,
+            folder=config.folder, trackers=["tensorboard"],
+        )  # fmt: skip
+
+    with pytest.raises(dpdist.UserError, match="trackers"):
+        dpdist.tune(
+            train, {"lr": {"choice": [0.1, 0.2]}}, data=(INPUTS[:200], LABELS[:200]),
+            num_trials={"name": "fixed", "runs": 1}, score={"private_eval_data": PUBLIC},
+            privacy={"noise_multiplier": 1.0, "delta": 1e-3},
+            folder=tmp_path / "search", executor="local",
+        )  # fmt: skip
+
+
+def test_plots_draw_into_the_axes_that_they_get(tmp_path):
+    training = _training(tmp_path / "run")
+    for _ in training:
+        training.evaluate(PUBLIC)
+    axes = Figure().subplots()
+    assert training.plot("eval_accuracy", "epsilon", ax=axes) is axes
+    assert len(axes.lines) == 2 and list(axes.lines[0].get_xdata()) == [1, 2, 3, 4]
+    assert list(axes.lines[1].get_ydata())[-1] == pytest.approx(training.plan.guarantee().epsilon)
+    model = nn.Linear(4, 2)
+    table = dpdist.certify(
+        model, (INPUTS[:4].numpy(), LABELS[:4].numpy()), dpdist.Cohen(sigma=0.25, n=100),
+        executor="local",
+    )  # fmt: skip
+    axes = Figure().subplots()
+    assert table.plot(ax=axes) is axes
+    assert axes.lines[0].get_ydata()[0] == table.certified_accuracy(0.0)
+    scores = ((0.0, False), (0.2, True))
+    given = {"values": {}, "noise_multiplier": 1.0, "failed": None}
+    trials = [PublishedTrial(**given, scores=[score], chosen=chosen) for score, chosen in scores]
+    axes = plot_trials(trials, Figure().subplots())
+    assert np.allclose(axes.lines[1].get_ydata(), [0.2])
+
+
+def test_trackers_get_released_values_only(tmp_path, monkeypatch):
+    told: list[tuple[str, float, int]] = []
+
+    def opened(*_: Any) -> tuple[Any, Any]:
+        return lambda *figure: told.append(figure), lambda: told.append(("closed", 0.0, 0))
+
+    monkeypatch.setattr(tracking, "BACKENDS", {"wandb": ("json", opened)})
+    training = _training(tmp_path / "run", trackers=["wandb"])
+    for _ in training:
+        assert bool(told) == (not training.remaining_steps)
+        if training.remaining_steps:
+            training.evaluate(PUBLIC)
+    names = {name for name, _, _ in told}
+    assert names == {
+        "training/learning_rate", "training/noisy_norm", "training/eval_accuracy", "closed",
+    }  # fmt: skip
+    norms = [value for name, value, _ in told if name == "training/noisy_norm"]
+    assert norms == list(training.history["noisy_norm"])
