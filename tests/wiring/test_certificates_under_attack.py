@@ -35,8 +35,8 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         layer.bias.zero_()
     models.save(model, spec, tmp_path / "model")
 
-    def run(factor: float) -> tuple[list[dict], Plausibility]:
-        settings = Cohen(sigma=0.25, n0=50, n=1000, batch=200, seed="1")
+    def run(factor: float, n: int = 1000) -> tuple[list[dict], Plausibility]:
+        settings = Cohen(sigma=0.25, n0=50, n=n, batch=200, seed="1")
         far = replace(POINTS, near=factor * POINTS.near, far=factor * POINTS.far)
         certificates.certify(tmp_path / "model", far, settings, tmp_path / f"times-{factor:g}")
         path = tmp_path / f"times-{factor:g}" / job.TABLE
@@ -54,6 +54,12 @@ def test_valid_certificates_end_in_abstentions_not_contradictions(check) -> None
     assert len(points) >= 25 and any(row["prediction"] == -1 for row in points)
     assert verdict.contradictions == 0 and verdict.plausible
     assert verdict.error == pytest.approx(0.002) and verdict.inputs == POINTS.count
+
+
+def test_inputs_that_abstained_were_submitted_too(check) -> None:
+    # Of few draws only the farthest points are certified.
+    points, verdict = check(1.0, n=20)
+    assert 0 < len(points) < verdict.inputs == POINTS.count
 
 
 def test_another_class_inside_a_radius_is_a_contradiction(check) -> None:
