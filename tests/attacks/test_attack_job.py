@@ -115,6 +115,20 @@ def test_sizes_and_attacks_can_be_added_and_change_nothing(
         assert raw(tmp_path) == raw(reference)
 
 
+def test_an_input_is_attacked_alike_whichever_others_are_chosen(
+    reference: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    some = SETTINGS.model_copy(update={"start": 1, "every": 2})
+    certificates.attack_model(model_folder, FakeData(), some, tmp_path, actors=1)
+    names = ("attack", "size", "index")
+    whole = {tuple(row[name] for name in names): row for row in rows(reference)}
+    found = rows(tmp_path)
+    assert len(found) == 6 * 5 and {row["index"] for row in found} == set(range(1, 12, 2))
+    for row in found:
+        same = whole[tuple(row[name] for name in names)]
+        assert row == same | {"distance": pytest.approx(same["distance"], rel=1e-5)}
+
+
 def test_other_models_and_data_are_refused(
     reference: Path, model_folder: Path, tmp_path: Path
 ) -> None:

@@ -237,18 +237,24 @@ def write(tmp_path: Path, **more: Any) -> str:
     return str(write_recipe(tmp_path, {**RECIPE, **more}, "small.yaml"))
 
 
-def audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fixed: Any, asked: Any) -> Any:
+def audited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fixed: Any, asked: Any, steps: int = 5
+) -> Any:
     """The audit of a run trained with canaries as fixed, whose model gives every coin away."""
     key = bytes(32)
     recipe = audited_recipe(parse_recipe(RECIPE, "test"), fixed, "test")
-    folder = SimpleNamespace(read_run_key=lambda: key)
-    target = replace(target_of_recipe(recipe, "test"), folder=folder)
+    target = target_of_recipe(recipe, "test")
+    folder = SimpleNamespace(
+        read_run_key=lambda: key, read_plan=lambda: target.plan, checkpoints=tmp_path
+    )
     ledger = SimpleNamespace(released_phases=lambda plan: plan.phases)
     released = SimpleNamespace(plan=target.plan, ledger=ledger)
     monkeypatch.setattr(canaries, "read_verified_ledger", lambda of: released)
     coins = draw_coins(key, 600) + np.linspace(0, 0.1, 600)
-    for view in ("_scores_of_every_step", "_scores_of_final_model"):
-        monkeypatch.setattr(canaries, view, lambda *_: coins)
+    state = SimpleNamespace(step=steps, slots={SLOT: torch.from_numpy(coins)})
+    monkeypatch.setattr(checkpoint, "load_latest", lambda of: state)
+    monkeypatch.setattr(canaries, "_scores_of_final_model", lambda *_: coins)
+    target = replace(target, folder=folder)
     return canaries.audit_canaries(asked, target, tmp_path, lambda done, total: None)
 
 
@@ -278,6 +284,12 @@ def test_audits_of_one_run_share_the_error(tmp_path, monkeypatch):
     run = OneRunGuesses(600, 48, 48, 0.05)
     assert found.alpha == 0.05 and found.details["right"] == found.trials == 48
     assert found.details["epsilon_by_counting"] == run.epsilon(1e-4) > 0
+
+
+def test_scores_of_an_unfinished_training_are_not_audited(tmp_path, monkeypatch):
+    options = CanaryAudit(canaries=600)
+    with pytest.raises(UserError):
+        audited(tmp_path, monkeypatch, options, options, steps=4)
 
 
 @pytest.mark.slow

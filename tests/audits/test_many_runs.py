@@ -14,7 +14,7 @@ from support.local_execution import command, run_without_ray
 from support.training import KEY, make, parameters, train
 
 from dpdist.audits import trainings as vectorized
-from dpdist.audits.canaries import audit_many_runs, evaluate_trials
+from dpdist.audits.canaries import audit_many_runs, evaluate_trials, simulate_trials
 from dpdist.audits.target import Target, target_of_recipe
 from dpdist.audits.trainings import Trainer, TrainerSetup, VectorizedTrainings
 from dpdist.config.sections import ManyRunsAudit
@@ -28,6 +28,7 @@ from dpdist.privacy.audit_bounds import (
     plan_tradeoff,
 )
 from dpdist.privacy.mechanisms import gaussian_epsilon
+from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import derive_key
 from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
@@ -120,6 +121,18 @@ def test_each_training_has_a_key_of_its_own(tmp_path: Path) -> None:
     whole = [row["score"] for row in trainer(range(4))]
     assert len(set(whole)) == 4  # without a copy of the canary, only keys tell them apart
     assert [row["score"] for row in trainer(range(2, 4))] == pytest.approx(whole[2:], rel=1e-6)
+
+
+def test_simulated_sums_are_those_of_the_copies() -> None:
+    noise, copies, steps = 2.0, 3, 2
+    plan = PrivacyPlan.dp_sgd(
+        records=10, batch_size=10, noise_multiplier=noise, steps=steps, delta=1e-5
+    )
+    inside, outside = simulate_trials(plan, copies).scores_by_canary
+    # Of full batches the score of a sum s is (s - 1/2) / noise^2.
+    for scores, added in ((inside, copies), (outside, 0)):
+        assert scores.mean() == pytest.approx(steps * (added - 0.5) / noise**2, abs=0.03)
+        assert scores.std() == pytest.approx(steps**0.5 / noise, rel=0.03)
 
 
 def test_two_statements_about_many_runs_share_the_error(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from support.settings import sets
 from support.training import make, parameters, train
 
 from dpdist import pipeline
+from dpdist.audits import trainings
 from dpdist.audits.membership import Membership
 from dpdist.audits.trainings import ShadowTrainer
 from dpdist.core.errors import UserError
@@ -66,6 +68,41 @@ def test_the_papers_protocol_attacks_any_target_through_a_plain_shadow(tmp_path:
     assert own.method == recipe.method and plan.clip_norm == 0.01
     assert plain.privacy.clipping == "none" and free.clip_norm == math.inf
     assert plan.records == free.records == 27 and not plan.nominal
+
+
+def test_the_number_of_members_is_declared_where_coins_draw_it(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    for game, nominal in (("coins", True), ("halves", False)):
+        for _, plan in Membership(game=game).plan_shadows(recipe, 108):
+            assert (plan.records, plan.nominal) == (54, nominal)
+
+
+def test_each_shadow_has_a_key_and_members_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Asked(Exception):
+        pass
+
+    def training(*given: Any) -> None:
+        raise Asked(*given)
+
+    recipe = recipe_of(tmp_path)
+    source, settings = records.data_source(recipe), Membership(models=3, seed=SEED)
+    subject = SimpleNamespace(
+        recipe=recipe,
+        load_training_data=lambda: records.records_with_canaries(recipe, source),
+        test_data=records.load_test_records(recipe, source),
+    )
+    trainer = ShadowTrainer(settings.job_spec(subject).setup_of_seed(SEED))  # type: ignore[arg-type]
+    monkeypatch.setattr(trainings, "train_in_process", training)
+    for number in range(3):
+        with pytest.raises(Asked) as asked:
+            trainer(number)
+        of, _, of_all, members, key = asked.value.args
+        secret = bytes.fromhex(SEED)
+        assert of.method == recipe.method and key == derive_key(secret, "shadow", number)
+        drawn = settings.game_rules.members(secret, number, len(of_all))
+        assert members.tolist() == drawn.tolist()
 
 
 @pytest.mark.slow
