@@ -75,7 +75,7 @@ def test_audits_of_one_recipe_share_the_error(tmp_path):
     (counts,) = found.details["scenes"].values()
     each = 0.05 / len(mechanism.SCENARIOS)
     rates = ThresholdCounts(*counts.values(), each)  # type: ignore[arg-type]
-    assert found.alpha == 0.05
+    assert found.alpha == 0.05 and found.details["copies"] == 2 and not found.curve_rejected
     assert 1 / rates.mu(found.details["copies"]) == found.details["noise_multiplier_at_most"]
 
 

@@ -23,6 +23,7 @@ from dpdist.gradients.noise import add_noise as real
 from dpdist.privacy.audit_bounds import (
     CanaryScores,
     ThresholdCounts,
+    group_tradeoff,
     largest_rejected_epsilon,
     log_likelihood_ratio,
     plan_tradeoff,
@@ -135,16 +136,22 @@ def test_simulated_sums_are_those_of_the_copies() -> None:
         assert scores.std() == pytest.approx(steps**0.5 / noise, rel=0.03)
 
 
-def test_two_statements_about_many_runs_share_the_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("copies", [1, 4])
+def test_two_statements_about_many_runs_share_the_error(tmp_path: Path, copies: int) -> None:
     target = target_of(tmp_path, training__batch_size=108, training__steps=1)
     rng, present = np.random.default_rng(0), np.arange(400) % 2 == 1
     trials = CanaryScores(np.arange(400), present, rng.normal(3.0 * present))
-    found = evaluate_trials(ManyRunsAudit(trainings=400, audits=2, alpha=0.1), target, trials)
+    options = ManyRunsAudit(trainings=400, copies=copies, audits=2, alpha=0.1)
+    found = evaluate_trials(options, target, trials)
     each, delta = 0.1 / 2 / 2, target.plan.delta
-    runs = ThresholdCounts.from_scores(trials, each, curve=plan_tradeoff(target.plan))
-    assert found.epsilon == largest_rejected_epsilon(runs, target.plan) > 0
+    one = plan_tradeoff(target.plan)
+    assert one is not None
+    promised = group_tradeoff(one, copies)
+    runs = ThresholdCounts.from_scores(trials, each, curve=promised)
+    assert found.epsilon == largest_rejected_epsilon(runs, target.plan, copies) > 0
+    assert found.curve_rejected == runs.rejects(promised) == (copies == 1)
     counted = ThresholdCounts.from_scores(trials, each, delta=delta)
-    assert found.details["epsilon_by_counting"] == counted.epsilon(delta) > 0
+    assert found.details["epsilon_by_counting"] == counted.epsilon(delta, copies) > 0
 
 
 def test_without_noise_the_model_gives_the_canary_away(

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,6 +19,8 @@ from support.training import make, parameters, train
 from dpdist import pipeline
 from dpdist.audits import trainings
 from dpdist.audits.membership import Membership
+from dpdist.audits.membership_findings import ATTACKS, run_attacks
+from dpdist.audits.membership_statistics import BankScores
 from dpdist.audits.trainings import ShadowTrainer
 from dpdist.core.errors import UserError
 from dpdist.randomness.keys import derive_key
@@ -103,6 +106,27 @@ def test_each_shadow_has_a_key_and_members_of_its_own(
         assert of.method == recipe.method and key == derive_key(secret, "shadow", number)
         drawn = settings.game_rules.members(secret, number, len(of_all))
         assert members.tolist() == drawn.tolist()
+
+
+@pytest.mark.parametrize(
+    ("game", "seed", "alpha"),
+    [("coins", None, 0.05 / (4 * 2)), ("coins", SEED, None), ("halves", None, None)],
+)
+def test_guesses_are_a_test_only_of_secret_coins_and_all_attacks_share_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, game: Any, seed: Any, alpha: float | None
+) -> None:
+    rng = np.random.default_rng(0)
+    member = rng.random((4, 100)) < 0.5
+    bank = BankScores(member, rng.normal(9 * member), np.zeros((4, 100, 3)), np.zeros((4, 9)))
+    read = {"seed": SEED}, {1: bank, 5: bank}
+    monkeypatch.setattr(Membership, "read", lambda *_: read)
+    settings, path = Membership(game=game, models=4, seed=seed), tmp_path / "scores.parquet"
+    found = run_attacks(settings, recipe_of(tmp_path), path, [ATTACKS["lira"]])
+    assert [one.passes for one in found.attacks] == [1, 5]
+    for one in found.attacks:
+        test = one.one_run_test
+        assert (test and (test.guesses, test.correct, test.alpha)) == (alpha and (2, 2, alpha))
+    assert bool(found.ceilings) == (seed is None)
 
 
 @pytest.mark.slow
