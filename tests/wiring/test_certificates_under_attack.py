@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from scipy import stats
 from support import certificates
 from support.certificates import check_certificates
 from support.local_execution import run_without_ray
@@ -35,8 +36,8 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         layer.bias.zero_()
     models.save(model, spec, tmp_path / "model")
 
-    def run(factor: float) -> tuple[list[dict], Plausibility]:
-        settings = Cohen(sigma=0.25, n0=50, n=1000, batch=200, seed="1")
+    def run(factor: float, n: int = 1000, alpha: float = 0.001) -> tuple[list[dict], Plausibility]:
+        settings = Cohen(sigma=0.25, n0=50, n=n, alpha=alpha, batch=200, seed="1")
         far = replace(POINTS, near=factor * POINTS.near, far=factor * POINTS.far)
         certificates.certify(tmp_path / "model", far, settings, tmp_path / f"times-{factor:g}")
         path = tmp_path / f"times-{factor:g}" / job.TABLE
@@ -54,6 +55,22 @@ def test_valid_certificates_end_in_abstentions_not_contradictions(check) -> None
     assert len(points) >= 25 and any(row["prediction"] == -1 for row in points)
     assert verdict.contradictions == 0 and verdict.plausible
     assert verdict.error == pytest.approx(0.002) and verdict.inputs == POINTS.count
+
+
+def test_inputs_that_abstained_were_submitted_too(check) -> None:
+    # Of few draws only the farthest points are certified.
+    points, verdict = check(1.0, n=20)
+    assert 0 < len(points) < verdict.inputs == POINTS.count
+
+
+def test_points_are_certified_at_the_error_of_the_table(check) -> None:
+    points, verdict = check(3.0, alpha=0.02)
+    assert verdict.error == pytest.approx(0.04)
+    counted = [row for row in points if row["k"] > 0]
+    assert len(counted) >= 20
+    for row in counted:
+        lower = stats.beta.ppf(0.02, row["k"], row["n"] - row["k"] + 1)
+        assert row["n"] == 1000 and row["p_lower"] == pytest.approx(lower, rel=1e-9)
 
 
 def test_another_class_inside_a_radius_is_a_contradiction(check) -> None:

@@ -79,8 +79,9 @@ def test_the_sequential_modes_select_by_draws_of_their_own(certify, mode):
     assert len(estimating) == len({s.kind for s in units if s.kind.startswith("estimate")})
 
 
-def test_expected_scores_select_by_draws_of_their_own(certify):
-    settings = ExpectedScores(n=N, n0=N0, batch=BATCH, seed="5", backend="eager")
+@pytest.mark.parametrize(("n", "batch"), [(N, BATCH), (5, 2)])  # two batches of clean answers
+def test_expected_scores_select_by_draws_of_their_own(certify, n, batch):
+    settings = ExpectedScores(n=n, n0=N0, batch=batch, seed="5", backend="eager")
     units, _ = certify(settings, noisy=True)
     selecting = {s.key for s in units if s.kind.startswith("select")}
     estimating = {s.key for s in units if s.kind.startswith("estimate")}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.certificates import shift_classes
+from support.certificates import Data, shift_classes
 from support.local_execution import call, command, run_without_ray
+from support.networks import save_small_cnn
 from support.settings import sets
 
+from dpdist import models
 from dpdist.attacks.attacked_copies import DISCLAIMER, AttackedCopies, AttackedCopiesSpec
 from dpdist.attacks.gradient_attacks import distance
 from dpdist.attacks.table import read_attack
@@ -17,6 +20,7 @@ from dpdist.certification import table as certificates
 from dpdist.certification import table_reader
 from dpdist.certification.noise import norm_equivalence_factor
 from dpdist.certification.registry import settings_of
+from dpdist.certification.table import CertifiedSizes
 from dpdist.evaluation import load_model
 from dpdist.reports.charts import attack_outcome_table
 from dpdist.reports.results import load_results
@@ -81,6 +85,23 @@ def test_balls_fit_into_certified_balls(certified: str, attacked_norm: str) -> N
         for p in points
     )
     assert worst == pytest.approx(norm_equivalence_factor(certified, attacked_norm, 30))
+
+
+def test_copies_are_attacked_through_the_noise_and_count_by_valid_certificates(tmp_path):
+    data, at = Data(), AttackedCopiesSpec(attack="pgd", size=0.3, norm="l2")
+
+    def copies_of(sigma: float) -> AttackedCopies:
+        model = models.load(save_small_cnn(tmp_path / f"{sigma}"))
+        return AttackedCopies(at, data, model, settings_of({"sigma": sigma}))
+
+    copies = copies_of(0.1)
+    assert copies.fingerprint == copies_of(0.1).fingerprint != copies_of(1.0).fingerprint
+    sizes = [
+        CertifiedSizes(name, "l2", name, data.labels, np.full(6, 0.3), is_valid=name == "valid")
+        for name in ("valid", "claimed")
+    ]
+    table = SimpleNamespace(sizes_in_norm=lambda norm, numbers: sizes, label=data.labels)
+    assert [name.split(", ")[1] for name, _ in copies.summary_rows(table, None)] == ["valid"]
 
 
 SETTINGS = {"sigma": 0.25, "n": 200, "n0": 20, "max_inputs": 20, "alpha": 0.01}

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -22,13 +24,14 @@ from dpdist.attacks.gradient_attacks import (
     _best,
     success_score,
 )
-from dpdist.attacks.job import MeanScores
+from dpdist.attacks.job import AttackJob, MeanScores
 from dpdist.attacks.settings import AttackSettings
 from dpdist.attacks.table import TABLE, read_attack
 from dpdist.certification import inference, reexecution, score_bounds
 from dpdist.certification import job as certifying
 from dpdist.certification.registry import settings_of
 from dpdist.certification.score_bounds import SCORE_UNIT
+from dpdist.certification.subject import Subject
 from dpdist.core.errors import InvalidResultsError, UserError
 
 FakeData = partial(Data, count=12)
@@ -112,6 +115,20 @@ def test_sizes_and_attacks_can_be_added_and_change_nothing(
         assert raw(tmp_path) == raw(reference)
 
 
+def test_an_input_is_attacked_alike_whichever_others_are_chosen(
+    reference: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    some = SETTINGS.model_copy(update={"start": 1, "every": 2})
+    certificates.attack_model(model_folder, FakeData(), some, tmp_path, actors=1)
+    names = ("attack", "size", "index")
+    whole = {tuple(row[name] for name in names): row for row in rows(reference)}
+    found = rows(tmp_path)
+    assert len(found) == 6 * 5 and {row["index"] for row in found} == set(range(1, 12, 2))
+    for row in found:
+        same = whole[tuple(row[name] for name in names)]
+        assert row == same | {"distance": pytest.approx(same["distance"], rel=1e-5)}
+
+
 def test_other_models_and_data_are_refused(
     reference: Path, model_folder: Path, tmp_path: Path
 ) -> None:
@@ -120,6 +137,18 @@ def test_other_models_and_data_are_refused(
     save_small_cnn(tmp_path, 4)
     with pytest.raises(UserError, match="model"):
         certificates.attack_model(tmp_path, FakeData(), SETTINGS, reference)
+
+
+def test_results_of_other_settings_are_not_mixed(model_folder: Path) -> None:
+    others: tuple[dict[str, Any], ...] = (
+        {}, {"norm": "linf"}, {"steps": 4}, {"restarts": 3}, {"step_scale": 2.0}, {"sigma": 0.25},
+        {"samples": 5}, {"n": 300}, {"alpha": 0.002}, {"labels": "predicted"}, {"batch": 6},
+        {"start": 1}, {"every": 2}, {"max_inputs": 3},
+    )  # fmt: skip
+    subject, data = Subject.load(model_folder), FakeData()
+    asked = [SETTINGS.model_copy(update=other) for other in others]
+    jobs = [AttackJob(subject, data, settings).identity() for settings in asked]
+    assert len({json.dumps(job, sort_keys=True) for job in jobs}) == len(others)
 
 
 POINTS = Points(4, count=16)
@@ -164,6 +193,27 @@ def test_mean_scores_name_another_class_no_more_often_than_allowed() -> None:
         if mean_scores(np.repeat([1.0, 0.0], [k, 60 - k])).predict(0.2) >= 0
     )  # fmt: skip
     assert 0 < named <= 0.2
+
+
+def test_mean_scores_of_all_classes_share_the_error() -> None:
+    # Classes that no draw names are behind at any error, and still have their parts of it.
+    two = mean_scores(np.repeat([0.9, 0.2], [70, 30]))
+    none = mean_scores(np.ones(100)).bins[1:], np.zeros((1, two.excess.shape[1]), np.int64)
+    bins, excess = (
+        np.concatenate([of, *[zeros] * 7])
+        for of, zeros in zip((two.bins, two.excess), none, strict=True)
+    )
+    nine = MeanScores(bins, excess, np.append(two.histogram, [0] * 7))
+
+    def least_error(scores: MeanScores) -> float:
+        low, high = -40.0, 0.0  # its logarithm
+        for _ in range(30):
+            middle = (low + high) / 2
+            low, high = (low, middle) if scores.predict(np.exp(middle)) >= 0 else (middle, high)
+        return float(np.exp(high))
+
+    assert 1e-15 < least_error(two) < 0.1
+    assert least_error(nine) == pytest.approx(least_error(two) * 10 / 3, rel=1e-6)
 
 
 def test_votes_are_tested_at_the_error_that_is_stated(here: None, tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ import pytest
 
 from dpdist.audits import mechanism
 from dpdist.audits.target import Target
+from dpdist.config.sections import MechanismAudit
+from dpdist.privacy.audit_bounds import ThresholdCounts
 from dpdist.privacy.card import CONSISTENT, EXCEEDS_PROVED, REFUTED, AuditFinding
 from dpdist.privacy.claims import Claim
 from dpdist.privacy.guarantee import Guarantee
@@ -62,6 +64,19 @@ def test_of_a_run(run, dpdist, monkeypatch):
     )  # fmt: skip
     done = dpdist("audit", "x", "--runs", run.path.parent, *FEW, "--set", "audit.seed=1")
     assert done.code == 1
+
+
+def test_audits_of_one_recipe_share_the_error(tmp_path):
+    recipe = load_recipe(find_recipe("digits"))
+    options = MechanismAudit(releases=400, workers=1, alpha=0.1, audits=2)
+    plan = PrivacyPlan.dp_sgd(records=900, batch_size=9, noise_multiplier=1.0, steps=1, delta=1e-5)
+    target = Target(recipe, plan, plan.guarantee())
+    found = mechanism.audit_mechanism(options, target, tmp_path, lambda done, total: None)
+    (counts,) = found.details["scenes"].values()
+    each = 0.05 / len(mechanism.SCENARIOS)
+    rates = ThresholdCounts(*counts.values(), each)  # type: ignore[arg-type]
+    assert found.alpha == 0.05 and found.details["copies"] == 2 and not found.curve_rejected
+    assert 1 / rates.mu(found.details["copies"]) == found.details["noise_multiplier_at_most"]
 
 
 @pytest.mark.slow

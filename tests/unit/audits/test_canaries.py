@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,11 @@ from support.settings import sets
 from support.training import execute, prepare_job, train_and_crash
 
 from dpdist import pipeline
+from dpdist.audits import canaries
 from dpdist.audits.canaries import audited_recipe
+from dpdist.audits.target import target_of_recipe
 from dpdist.config.sections import CanaryAudit
+from dpdist.core.errors import UserError
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.sampling import poisson_sample
 from dpdist.privacy.audit_bounds import (
@@ -230,6 +235,61 @@ RECIPE: dict[str, Any] = {
 
 def write(tmp_path: Path, **more: Any) -> str:
     return str(write_recipe(tmp_path, {**RECIPE, **more}, "small.yaml"))
+
+
+def audited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fixed: Any, asked: Any, steps: int = 5
+) -> Any:
+    """The audit of a run trained with canaries as fixed, whose model gives every coin away."""
+    key = bytes(32)
+    recipe = audited_recipe(parse_recipe(RECIPE, "test"), fixed, "test")
+    target = target_of_recipe(recipe, "test")
+    folder = SimpleNamespace(
+        read_run_key=lambda: key, read_plan=lambda: target.plan, checkpoints=tmp_path
+    )
+    ledger = SimpleNamespace(released_phases=lambda plan: plan.phases)
+    released = SimpleNamespace(plan=target.plan, ledger=ledger)
+    monkeypatch.setattr(canaries, "read_verified_ledger", lambda of: released)
+    coins = draw_coins(key, 600) + np.linspace(0, 0.1, 600)
+    state = SimpleNamespace(step=steps, slots={SLOT: torch.from_numpy(coins)})
+    monkeypatch.setattr(checkpoint, "load_latest", lambda of: state)
+    monkeypatch.setattr(canaries, "_scores_of_final_model", lambda *_: coins)
+    target = replace(target, folder=folder)
+    return canaries.audit_canaries(asked, target, tmp_path, lambda done, total: None)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "asked", "key"),
+    [
+        ({}, {"view": "final"}, "view"),
+        ({"audits": 2}, {"audits": 2, "view": "final"}, None),
+        ({}, {"view": "final", "exploratory": True}, None),
+        ({}, {"guesses": 100}, "guesses"),
+        ({}, {"audits": 2}, "audits"),
+        ({"audits": 2}, {"alpha": 0.1, "audits": 2}, "alpha"),
+    ],
+)
+def test_what_was_fixed_before_the_training_stays(tmp_path, monkeypatch, fixed, asked, key):
+    options = [CanaryAudit(canaries=600, **given) for given in (fixed, asked)]
+    if key is None:
+        assert audited(tmp_path, monkeypatch, *options).trials == 48
+    else:
+        with pytest.raises(UserError, match=f"audit.{key}"):
+            audited(tmp_path, monkeypatch, *options)
+
+
+def test_audits_of_one_run_share_the_error(tmp_path, monkeypatch):
+    options = CanaryAudit(canaries=600, audits=2, alpha=0.1)
+    found = audited(tmp_path, monkeypatch, options, options)
+    run = OneRunGuesses(600, 48, 48, 0.05)
+    assert found.alpha == 0.05 and found.details["right"] == found.trials == 48
+    assert found.details["epsilon_by_counting"] == run.epsilon(1e-4) > 0
+
+
+def test_scores_of_an_unfinished_training_are_not_audited(tmp_path, monkeypatch):
+    options = CanaryAudit(canaries=600)
+    with pytest.raises(UserError):
+        audited(tmp_path, monkeypatch, options, options, steps=4)
 
 
 @pytest.mark.slow

@@ -62,6 +62,17 @@ def test_a_fault_of_groups_is_found_and_sound_pieces_are_not_accused():
         assert found.rejected_scenarios == rejected
 
 
+def test_all_scenes_share_the_error():
+    # Of two scenes too: which ones are shown may be chosen afterwards.
+    def build(step_plan: StepPlan) -> StepHarness:
+        return StepHarness(step_plan, make_clipping("flat", 1.0), 1, bytes(32), None)
+
+    found = run_scenarios(build, 1.0, 10, 0.05, scenarios=["canaries", "alone"]).audits
+    assert {name: audit.counts.alpha for name, audit in found.items()} == {
+        "canaries": pytest.approx(0.01), "alone": pytest.approx(0.01)
+    }  # fmt: skip
+
+
 FEW = MechanismAudit(releases=400, workers=1)
 
 

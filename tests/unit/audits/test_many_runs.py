@@ -14,14 +14,22 @@ from support.local_execution import command, run_without_ray
 from support.training import KEY, make, parameters, train
 
 from dpdist.audits import trainings as vectorized
-from dpdist.audits.canaries import audit_many_runs
+from dpdist.audits.canaries import audit_many_runs, evaluate_trials, simulate_trials
 from dpdist.audits.target import Target, target_of_recipe
 from dpdist.audits.trainings import Trainer, TrainerSetup, VectorizedTrainings
 from dpdist.config.sections import ManyRunsAudit
 from dpdist.core.errors import UserError
 from dpdist.gradients.noise import add_noise as real
-from dpdist.privacy.audit_bounds import log_likelihood_ratio
+from dpdist.privacy.audit_bounds import (
+    CanaryScores,
+    ThresholdCounts,
+    group_tradeoff,
+    largest_rejected_epsilon,
+    log_likelihood_ratio,
+    plan_tradeoff,
+)
 from dpdist.privacy.mechanisms import gaussian_epsilon
+from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import derive_key
 from dpdist.reports.results import load_results
 from dpdist.runs.folder import RunFolder
@@ -104,6 +112,46 @@ def test_the_records_part_of_a_sum_is_known(
     assert scores[::2] == pytest.approx(steps * absent)
     times = (scores[1::2] - steps * absent) / (joined - absent)
     assert times == pytest.approx(np.round(times), abs=1e-6) and 4 < times.sum() < 13
+
+
+def test_each_training_has_a_key_of_its_own(tmp_path: Path) -> None:
+    target = target_of(tmp_path)
+    records = records_with_canaries(target.recipe, data_source(target.recipe))
+    setup = TrainerSetup(target.recipe, target.plan, records, bytes(32), 0, True)
+    trainer = Trainer(setup)
+    whole = [row["score"] for row in trainer(range(4))]
+    assert len(set(whole)) == 4  # without a copy of the canary, only keys tell them apart
+    assert [row["score"] for row in trainer(range(2, 4))] == pytest.approx(whole[2:], rel=1e-6)
+
+
+def test_simulated_sums_are_those_of_the_copies() -> None:
+    noise, copies, steps = 2.0, 3, 2
+    plan = PrivacyPlan.dp_sgd(
+        records=10, batch_size=10, noise_multiplier=noise, steps=steps, delta=1e-5
+    )
+    inside, outside = simulate_trials(plan, copies).scores_by_canary
+    # Of full batches the score of a sum s is (s - 1/2) / noise^2.
+    for scores, added in ((inside, copies), (outside, 0)):
+        assert scores.mean() == pytest.approx(steps * (added - 0.5) / noise**2, abs=0.03)
+        assert scores.std() == pytest.approx(steps**0.5 / noise, rel=0.03)
+
+
+@pytest.mark.parametrize("copies", [1, 4])
+def test_two_statements_about_many_runs_share_the_error(tmp_path: Path, copies: int) -> None:
+    target = target_of(tmp_path, training__batch_size=108, training__steps=1)
+    rng, present = np.random.default_rng(0), np.arange(400) % 2 == 1
+    trials = CanaryScores(np.arange(400), present, rng.normal(3.0 * present))
+    options = ManyRunsAudit(trainings=400, copies=copies, audits=2, alpha=0.1)
+    found = evaluate_trials(options, target, trials)
+    each, delta = 0.1 / 2 / 2, target.plan.delta
+    one = plan_tradeoff(target.plan)
+    assert one is not None
+    promised = group_tradeoff(one, copies)
+    runs = ThresholdCounts.from_scores(trials, each, curve=promised)
+    assert found.epsilon == largest_rejected_epsilon(runs, target.plan, copies) > 0
+    assert found.curve_rejected == runs.rejects(promised) == (copies == 1)
+    counted = ThresholdCounts.from_scores(trials, each, delta=delta)
+    assert found.details["epsilon_by_counting"] == counted.epsilon(delta, copies) > 0
 
 
 def test_without_noise_the_model_gives_the_canary_away(

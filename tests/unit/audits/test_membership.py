@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,7 +17,10 @@ from support.settings import sets
 from support.training import make, parameters, train
 
 from dpdist import pipeline
+from dpdist.audits import trainings
 from dpdist.audits.membership import Membership
+from dpdist.audits.membership_findings import ATTACKS, run_attacks
+from dpdist.audits.membership_statistics import BankScores
 from dpdist.audits.trainings import ShadowTrainer
 from dpdist.core.errors import UserError
 from dpdist.randomness.keys import derive_key
@@ -66,6 +71,62 @@ def test_the_papers_protocol_attacks_any_target_through_a_plain_shadow(tmp_path:
     assert own.method == recipe.method and plan.clip_norm == 0.01
     assert plain.privacy.clipping == "none" and free.clip_norm == math.inf
     assert plan.records == free.records == 27 and not plan.nominal
+
+
+def test_the_number_of_members_is_declared_where_coins_draw_it(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    for game, nominal in (("coins", True), ("halves", False)):
+        for _, plan in Membership(game=game).plan_shadows(recipe, 108):
+            assert (plan.records, plan.nominal) == (54, nominal)
+
+
+def test_each_shadow_has_a_key_and_members_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Asked(Exception):
+        pass
+
+    def training(*given: Any) -> None:
+        raise Asked(*given)
+
+    recipe = recipe_of(tmp_path)
+    source, settings = records.data_source(recipe), Membership(models=3, seed=SEED)
+    subject = SimpleNamespace(
+        recipe=recipe,
+        load_training_data=lambda: records.records_with_canaries(recipe, source),
+        test_data=records.load_test_records(recipe, source),
+    )
+    trainer = ShadowTrainer(settings.job_spec(subject).setup_of_seed(SEED))  # type: ignore[arg-type]
+    monkeypatch.setattr(trainings, "train_in_process", training)
+    for number in range(3):
+        with pytest.raises(Asked) as asked:
+            trainer(number)
+        of, _, of_all, members, key = asked.value.args
+        secret = bytes.fromhex(SEED)
+        assert of.method == recipe.method and key == derive_key(secret, "shadow", number)
+        drawn = settings.game_rules.members(secret, number, len(of_all))
+        assert members.tolist() == drawn.tolist()
+
+
+@pytest.mark.parametrize(
+    ("game", "seed", "alpha"),
+    [("coins", None, 0.05 / (4 * 2)), ("coins", SEED, None), ("halves", None, None)],
+)
+def test_guesses_are_a_test_only_of_secret_coins_and_all_attacks_share_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, game: Any, seed: Any, alpha: float | None
+) -> None:
+    rng = np.random.default_rng(0)
+    member = rng.random((4, 100)) < 0.5
+    bank = BankScores(member, rng.normal(9 * member), np.zeros((4, 100, 3)), np.zeros((4, 9)))
+    read = {"seed": SEED}, {1: bank, 5: bank}
+    monkeypatch.setattr(Membership, "read", lambda *_: read)
+    settings, path = Membership(game=game, models=4, seed=seed), tmp_path / "scores.parquet"
+    found = run_attacks(settings, recipe_of(tmp_path), path, [ATTACKS["lira"]])
+    assert [one.passes for one in found.attacks] == [1, 5]
+    for one in found.attacks:
+        test = one.one_run_test
+        assert (test and (test.guesses, test.correct, test.alpha)) == (alpha and (2, 2, alpha))
+    assert bool(found.ceilings) == (seed is None)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from support.zoo import FAULTS, SOUND, Fault
@@ -24,8 +25,13 @@ BY = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def by_day(faults: tuple[Fault, ...]) -> list[Any]:
+    """Only the replays, which take no statistics."""
+    slow = pytest.mark.slow
+    return [pytest.param(each, marks=[slow] * (each.replay is None)) for each in faults]
+
+
+@pytest.mark.parametrize("fault", by_day(FAULTS), ids=lambda fault: fault.name)
 def test_every_fault_is_found(fault: Fault) -> None:
     if fault.replay is not None:
         assert len(fault.find()) == 1
@@ -35,8 +41,7 @@ def test_every_fault_is_found(fault: Fault) -> None:
     assert few.find([BY[fault.name]]) == [BY[fault.name]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", SOUND, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", by_day(SOUND), ids=lambda fault: fault.name)
 def test_sound_pieces_are_not_accused(fault: Fault) -> None:
     scenes = SCENARIOS if fault.workers > 1 else SCENARIOS[:1]
     assert dataclasses.replace(fault, releases_needed=1000).find(scenes) == []

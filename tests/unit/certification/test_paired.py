@@ -46,6 +46,25 @@ def test_interval_covers_at_every_pair_of_shares() -> None:
     assert error / 20 < worst <= error  # conservative, but no interval of everything
 
 
+@pytest.mark.parametrize(("inputs", "error"), [(30, 0.05), (8, 0.3)])
+def test_the_error_is_shared_by_all_parts_of_a_statement(inputs: int, error: float) -> None:
+    """All inputs are the second's alone, where Clopper-Pearson's bounds are roots."""
+
+    def least(side: float) -> float:
+        return (2 * (0.9 * side) ** (1 / inputs) - 1) * (0.1 * side / 2) ** (1 / inputs)
+
+    found = difference_interval(0, inputs, inputs, error)
+    split, fewest = (0.45 * error) ** (1 / inputs), (0.05 * error) ** (1 / inputs)
+    assert found == pytest.approx(((2 * split - 1) * fewest, 1.0), rel=1e-9)
+    none, all_of = np.full(inputs, -1.0), np.full(inputs, 2.0)
+    for cells in (1, 4):
+        band = curve_difference(none, all_of, 1.0, error, cells)
+        assert band.low == pytest.approx(least(error / (2 * cells)), rel=1e-9)
+        assert band.high == pytest.approx(1.0, rel=1e-9)
+        back = curve_difference(all_of, none, 1.0, error, cells)
+        assert (back.low == -band.high).all() and (back.high == -band.low).all()
+
+
 def pairs(only_first: int, only_second: int, both: int = 0) -> tuple[np.ndarray, np.ndarray]:
     first = [True] * only_first + [False] * only_second + [True] * both
     second = [False] * only_first + [True] * only_second + [True] * both

@@ -9,6 +9,8 @@ from scipy import stats
 
 from dpdist.certification import table as tables
 from dpdist.certification import table_reader
+from dpdist.certification.cohen import Cohen
+from dpdist.certification.noise import gaussian_l2_radius
 from dpdist.certification.registry import settings_of
 from dpdist.certification.statistics import population_bounds
 from dpdist.certification.table_reader import achievable_label_radii, recertify
@@ -87,6 +89,26 @@ def test_one_table_states_one_alpha() -> None:
     with pytest.raises(UserError, match="alpha"):
         table_reader.from_arrow(mixed)
     assert table_reader.from_arrow(recertify(table, 0.05)).alpha == 0.05
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"histogram": [980, 10, 0]}, {"histogram": [990, 11, 0]}, {"histogram": [990, -1, 0]},
+        {"histogram": [10, 990, 0]}, {"selected": 1}, {"selected": 3}, {"selected": -1},
+        {"k": 991}, {"n": 1001}, {"cap": 1001}, {"looks": 2},
+    ],
+)  # fmt: skip
+def test_counts_that_contradict_each_other_are_refused(changes: dict[str, Any]) -> None:
+    table = make(HISTOGRAMS, LABELS)
+    about, (first, *others) = tables.read_job_record(table), table.to_pylist()
+    changed = first | changes
+    changed["prediction"] = changed["selected"]
+    changed["p_lower"] = clopper_pearson_lower(changed["k"], changed["n"], changed["alpha"])
+    changed["radius"] = gaussian_l2_radius(changed["p_lower"], 0.5)
+    Cohen.check_table(tables.build([first, *others], about), "as it was")
+    with pytest.raises(UserError):
+        Cohen.check_table(tables.build([changed, *others], about), "changed")
 
 
 N, DRAWS = 60, 1000

@@ -191,6 +191,32 @@ def test_the_vote_s_sizes_answer_with_the_class_of_the_vote(here: None, tmp_path
         assert (vote.size > 0).all() and not scores.predicts_by_vote
 
 
+def test_a_verdict_is_of_the_classifier_that_is_asked_for() -> None:
+    """Of 1,000 draws 700 answer class 1 by a little, and the others class 0 by far."""
+    scores = np.repeat([[0.45, 0.55, 0.0], [0.97, 0.02, 0.01]], [700, 300], axis=0)
+    units = (scores * SCORE_UNIT).astype(np.int64)
+    votes = np.bincount(scores.argmax(1), minlength=3)
+    counts = {"sums": units.sum(0), "squares": (units**2).sum(0), "histogram": votes}
+    sampler = ScoreSampler(0.5, score_bounds.Sensitivity(2.0, 5.0, 1.0))
+    means, counted = (
+        ExpectedScores(n=1000, alpha=0.01, bound=bound) for bound in ("hoeffding", "counts")
+    )
+    first, second = (
+        each.certify_counts(counts, 1, sampler.sigma, sampler.sensitivity)
+        for each in (means, counted)
+    )
+    assert (first.prediction, second.prediction) == (0, 1)
+    assert means.verdict_for_classifier(False, first, sampler) is first
+    assert counted.verdict_for_classifier(True, second, sampler) is second
+    names = ("prediction", "p_lower", "p_upper", "radius")
+    again = counted.verdict_for_classifier(False, second, sampler)
+    assert [getattr(again, name) for name in names] == [getattr(first, name) for name in names]
+    vote = means.verdict_for_classifier(True, first, sampler)
+    assert (vote.prediction, vote.k, vote.n) == (1, 700, 1000)
+    assert vote.p_lower == pytest.approx(stats.beta.ppf(0.01, 700, 301), rel=1e-9)
+    assert vote.radius == pytest.approx(0.25 * stats.norm.ppf(vote.p_lower), rel=1e-9)
+
+
 def test_sums_of_squares_are_no_larger_than_their_columns() -> None:
     most = 2**23 - 1
     # All scores are 1, in two parts: what is added up and stored is int64.

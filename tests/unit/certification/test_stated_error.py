@@ -173,6 +173,13 @@ def test_the_radius_is_the_one_at_which_the_runner_up_catches_up() -> None:
     assert with_majority.prediction == -1
 
 
+def test_draws_without_a_class_may_be_the_runner_up_s() -> None:
+    counts, draws = np.array([[600, 100, 100, 100]]), np.array([1000])
+    (lower,), (upper,) = variants.runner_up_bounds(counts, np.array([0]), 0.01, draws)
+    assert lower == pytest.approx(stats.beta.ppf(0.009, 600, 401), rel=1e-9)
+    assert upper == pytest.approx(stats.beta.ppf(1 - 0.001, 201, 800), rel=1e-9)
+
+
 def test_one_tenth_of_the_error_is_the_runner_up_s() -> None:
     counts = [900, 50, 50]
     spread, alone = against_runner_up(counts), cohen.certify(0, np.array(counts), 0.001, NOISE)

@@ -39,6 +39,7 @@ from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, find_recipe, load_recipe, make_plan
 from dpdist.training import ensembles
 from dpdist.training.ensembles import plan_of_shard, shards_by_hash
+from dpdist.training.loop import TrainingDiverged
 from dpdist.training.records import data_source, load_test_records, records_with_canaries
 
 SEED = "5b" * 32
@@ -215,6 +216,23 @@ def test_a_changed_record_moves_one_partition(dpdist_without_ray: Any, tmp_path:
         there, plan = plan_of_shard(own, int(members.sum()))
         said = answers_of(there, plan, voter, members, number, votes.index)
         assert votes.vote[number].tolist() == said
+
+
+def test_each_bag_is_drawn_by_a_key_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    voter = Voter(setup_of(recipe_of(tmp_path), Poisoning(models=3, seed=SEED, bag=30)))
+    drawn = []
+
+    def training(*of: Any, **_: Any) -> Any:
+        drawn.append(of[3:])
+        raise TrainingDiverged("at once")
+
+    monkeypatch.setattr(voting_models, "train_in_process", training)
+    for number in range(3):
+        assert (load_tensors(voter(number)[FILE])["votes"] == NONE).all()
+    assert all(members.sum() == 30 for members, _ in drawn)
+    assert len({members.tobytes() for members, _ in drawn}) == len({key for _, key in drawn}) == 3
 
 
 def subject_of(recipe: Recipe) -> Any:
