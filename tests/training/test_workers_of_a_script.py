@@ -14,16 +14,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support.training import parameters, release_ids
+from support.training import ThreadReducer, parameters, release_ids, run_thread_workers
 from torch import nn
 from training.own_loops import PRIVATE, WIDTH, Rows, begin, flat, net, rows, run_script, shaken
 
 import dpdist
 from dpdist import PrivateTraining, UserError
 from dpdist.core.errors import ClusterError
-from dpdist.privacy.ledger import Ledger, LedgerError
+from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
 from dpdist.runs.folder import RunFolder
 from dpdist.training import monitoring
+from dpdist.training.collectives import Workers
 
 STEPS = 6
 
@@ -297,6 +298,52 @@ def test_no_worker_goes_on_where_the_first_cannot_write(tmp_path, pair):
     assert first == ("no space left", STEPS - 1, True)
     assert second[0].startswith("worker 0") and second[1:] == (STEPS - 1, True)
     assert counted(tmp_path / "own") == {0: 1}
+
+
+def told(work: Callable[[Workers], Any]) -> list[Any]:
+    """Return what two workers, threads of this process, return or raise."""
+    found: list[Any] = [None, None]
+
+    def one(reducer: ThreadReducer) -> None:
+        try:
+            found[reducer.rank] = work(Workers(reducer))
+        except Exception as error:
+            found[reducer.rank] = error
+
+    run_thread_workers(2, one)
+    return found
+
+
+def test_a_conflict_of_the_first_worker_lets_no_other_draw_the_noise():
+    def announce() -> None:
+        raise ReplayConflict("another sum")
+
+    found = told(lambda workers: workers.announcing(announce))
+    assert [type(each) for each in found] == [ReplayConflict, ReplayConflict]
+
+
+def test_every_step_waits_for_the_first_worker_s_announcement(tmp_path, monkeypatch):
+    waited, real = [], Workers.announcing
+
+    def announcing(self: Workers, announce: Callable[[], None]) -> None:
+        real(self, announce)
+        waited.append(counted(tmp_path / "own"))
+
+    monkeypatch.setattr(Workers, "announcing", announcing)
+    started(tmp_path / "own").run_all()
+    assert waited == [dict.fromkeys(range(step + 1), 1) for step in range(STEPS)]
+
+
+def test_the_text_of_an_error_stays_with_its_worker():
+    def broken(workers: Workers) -> None:
+        with workers.sharing_errors():
+            if not workers.first:
+                raise ValueError("a record of 0.125")
+            workers.agree()
+
+    first, second = told(broken)
+    assert isinstance(first, ClusterError) and "0.125" not in str(first)
+    assert isinstance(second, ValueError)
 
 
 # --- scores on held-out private records
