@@ -96,27 +96,27 @@ def released(job: TrainJob) -> torch.Tensor:
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "as-he-et-al": {  # with a decay that shows in one step
+        "training__schedule": "step", "training__milestones": [0.5, 0.75],
+        "training__momentum": 0.9, "training__weight_decay": 0.3,
+    },
+    "adamw": {  # with a decay that shows in one step
+        "training__optimizer": "adamw", "training__learning_rate": 0.02,
+        "training__weight_decay": 5.0, "training__schedule": "linear",
+    },
+    "ema-momentum-cosine": {
+        "training__ema": 0.15, "training__momentum": 0.7, "training__schedule": "cosine",
+    },
+    "adam-weight-decay": {
+        "training__optimizer": "adam", "training__learning_rate": 0.02,
+        "training__weight_decay": 0.3,
+    },
     "sgd": {},
     "linear-schedule": {"training__schedule": "linear"},
     "cosine-schedule": {"training__schedule": "cosine"},
     "momentum": {"training__momentum": 0.9},
     "adam": {"training__optimizer": "adam", "training__learning_rate": 0.02},
     "ema": {"training__ema": 0.5},
-    "ema-momentum-cosine": {
-        "training__ema": 0.15, "training__momentum": 0.7, "training__schedule": "cosine",
-    },
-    "as-he-et-al": {  # with a decay that shows in one step
-        "training__schedule": "step", "training__milestones": [0.5, 0.75],
-        "training__momentum": 0.9, "training__weight_decay": 0.3,
-    },
-    "adam-weight-decay": {
-        "training__optimizer": "adam", "training__learning_rate": 0.02,
-        "training__weight_decay": 0.3,
-    },
-    "adamw": {  # with a decay that shows in one step
-        "training__optimizer": "adamw", "training__learning_rate": 0.02,
-        "training__weight_decay": 5.0, "training__schedule": "linear",
-    },
     "adam-ema-linear": {
         "training__optimizer": "adam", "training__ema": 0.9, "training__schedule": "linear",
     },
