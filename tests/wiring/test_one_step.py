@@ -158,14 +158,14 @@ def test_every_loss(tmp_path, monkeypatch, name):
 
 PRIVACIES: dict[str, dict[str, Any]] = {
     "clip-and-noise": {"privacy__clip_norm": 0.3, "privacy__noise_multiplier": 1.7},
-    "large-clip": {"privacy__clip_norm": 50.0, "privacy__noise_multiplier": 0.01},
+    "capped": {"privacy__batch_cap": 12, "training__steps": 8},
     "automatic": {  # gradients about as large as what keeps the smallest ones small
         "privacy__clipping": "automatic",
         "privacy__clip_norm": 0.5,
         "method": {"name": "dp-sgd", "gradient_scale": 0.003},
     },
     "per-layer": {"privacy__clipping": "per-layer", "privacy__clip_norm": 0.5, "model": NET},
-    "capped": {"privacy__batch_cap": 12, "training__steps": 8},
+    "large-clip": {"privacy__clip_norm": 50.0, "privacy__noise_multiplier": 0.01},
     "gradient-scale": {"method": {"name": "dp-sgd", "gradient_scale": 0.1}},
     "without-noise": {"privacy": NO_PRIVACY},
     "full-batches": {"data": {"name": "digits", "max_train": 20}, "training__batch_size": 20},
@@ -209,24 +209,24 @@ def test_fixed_rows_reach_every_pass_of_a_run(tmp_path, monkeypatch):
 
 QUICK = {"data": "digits", "steps": 2, "max_records": 20}
 METHODS: dict[str, dict[str, Any]] = {
-    "dplis": {"method": {"name": "dplis", "augmentations": 2}, "privacy__clip_norm": 0.4},
-    "dplis-sum": {"method": {"name": "dplis", "augmentations": 3, "aggregate": "sum"}},
-    "dplis-per-example": {"method": {"name": "dplis", "augmentations": 2, "per_example": True}},
     "dplis-inputs": {
         "method": {"name": "dplis", "augmentations": 2, "sigma": 0.2},
         "training__schedule": "linear",
     },
-    "input-noise": {"method": {"name": "input-noise", "sigma": 0.3, "augmentations": 2}},
-    "crop-and-flip": {"training__crop": 2, "training__flip": True},
     "crop-and-noise": {
         "method": {"name": "input-noise", "sigma": 0.3, "augmentations": 2, "consistency": 2.0},
         "training__crop": 1, "training__flip": True,
     },
-    "consistency": {
-        "method": {"name": "input-noise", "sigma": 0.3, "augmentations": 2, "consistency": 2.0}
-    },
     "secure-sgd": {
         "method": {"name": "secure-sgd", "sigma": 0.2, "redistribution": None}, "model": NET,
+    },
+    "dplis-per-example": {"method": {"name": "dplis", "augmentations": 2, "per_example": True}},
+    "dplis": {"method": {"name": "dplis", "augmentations": 2}, "privacy__clip_norm": 0.4},
+    "dplis-sum": {"method": {"name": "dplis", "augmentations": 3, "aggregate": "sum"}},
+    "input-noise": {"method": {"name": "input-noise", "sigma": 0.3, "augmentations": 2}},
+    "crop-and-flip": {"training__crop": 2, "training__flip": True},
+    "consistency": {
+        "method": {"name": "input-noise", "sigma": 0.3, "augmentations": 2, "consistency": 2.0}
     },
     "secure-sgd-public": {
         "method": {"name": "secure-sgd", "redistribution": QUICK}, "model": NET,
