@@ -455,7 +455,6 @@ def test_two_that_restore_at_once_both_give_way(archived, monkeypatch):
     )
 
 
-@pytest.mark.slow
 def test_a_new_attempt_needs_its_own_permit(tmp_path):
     folder = make(tmp_path)[1]
     folder.private.mkdir(parents=True)
