@@ -95,22 +95,22 @@ def released(job: TrainJob) -> torch.Tensor:
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "sgd": {},
-    "ema-momentum-cosine": {
-        "training__ema": 0.15, "training__momentum": 0.7, "training__schedule": "cosine",
-    },
     "as-he-et-al": {  # with a decay that shows in one step
         "training__schedule": "step", "training__milestones": [0.5, 0.75],
         "training__momentum": 0.9, "training__weight_decay": 0.3,
-    },
-    "adam-weight-decay": {
-        "training__optimizer": "adam", "training__learning_rate": 0.02,
-        "training__weight_decay": 0.3,
     },
     "adamw": {  # with a decay that shows in one step
         "training__optimizer": "adamw", "training__learning_rate": 0.02,
         "training__weight_decay": 5.0, "training__schedule": "linear",
     },
+    "ema-momentum-cosine": {
+        "training__ema": 0.15, "training__momentum": 0.7, "training__schedule": "cosine",
+    },
+    "adam-weight-decay": {
+        "training__optimizer": "adam", "training__learning_rate": 0.02,
+        "training__weight_decay": 0.3,
+    },
+    "sgd": {},
     "adam-ema-linear": {
         "training__optimizer": "adam", "training__ema": 0.9, "training__schedule": "linear",
     },
@@ -150,14 +150,13 @@ def test_every_loss(tmp_path, monkeypatch, name):
 
 PRIVACIES: dict[str, dict[str, Any]] = {
     "clip-and-noise": {"privacy__clip_norm": 0.3, "privacy__noise_multiplier": 1.7},
-    "large-clip": {"privacy__clip_norm": 50.0, "privacy__noise_multiplier": 0.01},
+    "capped": {"privacy__batch_cap": 12, "training__steps": 8},
     "automatic": {  # gradients about as large as what keeps the smallest ones small
         "privacy__clipping": "automatic",
         "privacy__clip_norm": 0.5,
         "method": {"name": "dp-sgd", "gradient_scale": 0.003},
     },
     "per-layer": {"privacy__clipping": "per-layer", "privacy__clip_norm": 0.5, "model": NET},
-    "capped": {"privacy__batch_cap": 12, "training__steps": 8},
     "without-noise": {"privacy": NO_PRIVACY},
     "full-batches": {"data": {"name": "digits", "max_train": 20}, "training__batch_size": 20},
     "reproducible": {"training__reproducible": True},
@@ -200,8 +199,6 @@ def test_fixed_rows_reach_every_pass_of_a_run(tmp_path, monkeypatch):
 
 QUICK = {"data": "digits", "steps": 2, "max_records": 20}
 METHODS: dict[str, dict[str, Any]] = {
-    "dplis": {"method": {"name": "dplis", "augmentations": 2}, "privacy__clip_norm": 0.4},
-    "dplis-per-example": {"method": {"name": "dplis", "augmentations": 2, "per_example": True}},
     "dplis-inputs": {
         "method": {"name": "dplis", "augmentations": 2, "sigma": 0.2},
         "training__schedule": "linear",
@@ -214,6 +211,8 @@ METHODS: dict[str, dict[str, Any]] = {
         "method": {"name": "secure-sgd", "redistribution": QUICK}, "model": NET,
         "data": {"name": "digits", "max_train": 240, "public": 0.5},
     },
+    "dplis-per-example": {"method": {"name": "dplis", "augmentations": 2, "per_example": True}},
+    "dplis": {"method": {"name": "dplis", "augmentations": 2}, "privacy__clip_norm": 0.4},
     "dplis-sum": {"method": {"name": "dplis", "augmentations": 3, "aggregate": "sum"}},
     "pixeldp": {"method": {"name": "pixeldp", "augmentations": 2}, "model": NET,
     "privacy": NO_PRIVACY},

@@ -153,6 +153,15 @@ def test_records_draws_purposes_and_keys_are_independent():
         assert abs(float((first[0] * other).mean())) < 5 / math.sqrt(50_000)
 
 
+def test_the_input_and_each_module_get_noise_of_their_own():
+    draws = ModulePerturbation(1, ModuleNoise({"a": 1.0, "b": 1.0}, input_std=1.0))
+    nothing, ids = torch.zeros(1, 50_000), IDS[:1]
+    made = [draws.perturb_output(nothing, ids, KEY, 0, module) for module in (0, 1)]
+    made.append(draws.perturb_inputs(nothing, ids, KEY, 0))
+    off = np.corrcoef(torch.cat(made)) - np.eye(3)
+    assert np.abs(off).max() < 5 / math.sqrt(50_000)
+
+
 def test_parameter_noise_has_the_asked_scale():
     values = {"a": torch.ones(300, 300)}
     noisy = ParameterPerturbation(1, 0.3).perturb_parameters(values, KEY, 0)

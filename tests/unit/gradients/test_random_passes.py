@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
-from dpdist.gradients.engine import GradientEngine, cross_entropy
+from dpdist.gradients.engine import GradientEngine, UserMembers, cross_entropy
 from dpdist.gradients.hooks import OwnLoss
 from dpdist.gradients.perturbations import InputPerturbation, ParameterPerturbation
 from dpdist.gradients.random_passes import keyed_draws, states_of_key
@@ -100,6 +100,21 @@ def test_two_records_draw_different_numbers(settings):
     assert not torch.allclose(both / 2, alone[0], rtol=1e-2)
     if settings.get("micro_batch") == 1:  # a record's own state
         assert torch.allclose(both, alone[0] + alone[1])
+
+
+def test_two_records_of_a_user_draw_different_numbers():
+    torch.manual_seed(0)
+    engine = _engine(_dropping(), clip=1e3)
+    engine.records_per_example = 2
+    inputs, targets, _ = (torch.stack([each[:1]] * 2, 1) for each in _records((4,)))
+    sums = [
+        engine.clipped_sum(
+            inputs, targets, draw_key=KEY, record_ids=torch.tensor([7]),
+            members=UserMembers(torch.tensor([[3, 4]]), torch.tensor([weights])),
+        ).flat
+        for weights in ([1.0, 1.0], [1.0, 0.0])
+    ]  # fmt: skip
+    assert not torch.allclose(sums[0] / 2, sums[1], rtol=1e-2)
 
 
 def test_one_record_leaves_the_draws_of_other_blocks():

@@ -78,7 +78,9 @@ def test_a_run_does_not_go_on_under_another_key(tmp_path):
 # --- the noise on records
 
 
-def key_of_records(tmp: Path, name: str, patch: pytest.MonkeyPatch, **changes: Any) -> bytes:
+def key_of_records(
+    tmp: Path, name: str, patch: pytest.MonkeyPatch, workers: int = 1, **changes: Any
+) -> bytes:
     """The key that a run draws the noise on its records from."""
     found: list[bytes] = []
 
@@ -93,8 +95,8 @@ def key_of_records(tmp: Path, name: str, patch: pytest.MonkeyPatch, **changes: A
     recipe, folder = small(tmp, name, **(base | changes))
     patch.setattr(NoisyRecordsExecution, "transform_records", seen)
     with pytest.raises(Interrupt):
-        execute(prepare(recipe, folder, "test"))
-    (key,) = found
+        execute(prepare(recipe, folder, "test"), workers)
+    (key,) = set(found)
     assert key != folder.read_run_key()
     return key
 
@@ -113,6 +115,16 @@ def test_no_two_plans_give_records_the_same_noise(tmp_path, monkeypatch):
     ]
     assert len(set(keys)) == len(keys)
     assert key_of_records(tmp_path, "again", monkeypatch) == keys[0]
+
+
+def test_all_attempts_of_a_run_give_records_the_same_noise(tmp_path, monkeypatch):
+    """Drawn afresh in each attempt, it would average out."""
+    secret = {"run_key": None}
+    keys = [
+        key_of_records(tmp_path, "run", monkeypatch, workers, privacy=secret) for workers in (1, 2)
+    ]
+    assert len(Ledger.read(RunFolder(tmp_path / "run").ledger).attempts) == 2
+    assert keys[0] == keys[1]
 
 
 RANGE = {"min": 1, "max": 4}

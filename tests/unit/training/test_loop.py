@@ -148,8 +148,10 @@ def test_workers_that_drift_apart_are_noticed(tmp_path, monkeypatch):
             flat[0] += 1e-3
 
     monkeypatch.setattr(worker.FlatOptimizer, "update", drifting)
+    recipe, folder = make(tmp_path)
     with pytest.raises(MissingRank):
-        train(*make(tmp_path), 2)
+        train(recipe, folder, 2)
+    assert not folder.checkpoints.exists(), "a restart would go on from one of the two"
 
 
 def test_fixed_key_gives_the_same_run_and_a_fresh_key_another(tmp_path, undisturbed):

@@ -220,6 +220,19 @@ def test_a_ledger_with_more_scores_than_planned_is_refused(tmp_path):
         dpdist.load_results(t.run)
 
 
+def test_other_records_are_not_scored_where_the_fingerprint_is_lost(tmp_path):
+    """The plan counts each side for its own records."""
+    t = begin(tmp_path / "own", privacy=FRESH)
+    t.score(SCORED, every=2, noise=3.0)
+    scores(t, 2)
+    t.close()
+    t.run.score_fingerprint.unlink()
+    again = begin(tmp_path / "own", privacy=FRESH)
+    with pytest.raises(UserError):
+        again.score(rows(40, 9), every=2, noise=3.0)
+    assert not t.run.score_fingerprint.exists()
+
+
 # --- the price
 
 

@@ -10,6 +10,7 @@ import torch
 from support.training import ThreadReducer, run_thread_workers
 
 from dpdist import UserError
+from dpdist.config.training import CANONICAL_SHARDS
 from dpdist.gradients import noise
 from dpdist.gradients.clipping import FlatClipping, max_batch
 from dpdist.gradients.engine import GradientEngine, cross_entropy
@@ -19,7 +20,7 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import derive_key, stream_words
 from dpdist.training import private_step
 from dpdist.training.collectives import LEAF, FlatOptimizer, Reducer, Shards
-from dpdist.training.private_step import PrivateStep
+from dpdist.training.private_step import PrivateStep, build_shards
 
 KEY, RECORDS, WIDTH, CLIP = bytes(range(32)), 60, 5, 0.7
 PLAN = PrivacyPlan(RECORDS, (GaussianSteps(4, 1.3, 0.25),), 1e-3, CLIP)
@@ -138,6 +139,24 @@ def test_data_of_a_step_are_keyed_like_all_else():
         len(set(data.keys)) == 4 and data.keys[0] == data.keys[3] and data.keys[2] == data.keys[5]
     )
     assert data.keys[1] == derive_key(KEY, "data", "7/nonce", 1)
+
+
+@pytest.mark.parametrize(("reproducible", "count"), [(False, 2), (True, CANONICAL_SHARDS)])
+def test_each_shard_draws_random_numbers_of_its_own(monkeypatch, reproducible, count):
+    """Blocks of two shards have the same names: without the shard's number, the same dropout."""
+    numbers, real = [], GradientEngine.clipped_sum
+
+    def numbered(self, *args, **options):
+        numbers.append(self.shard)
+        return real(self, *args, **options)
+
+    def work(reducer):
+        shards = build_shards(RECORDS, RECORDS, reducer, reproducible, nominal=False)
+        step_of(reducer=reducer, shards=shards).gradient(0, PLAN.step(0))
+
+    monkeypatch.setattr(GradientEngine, "clipped_sum", numbered)
+    run_thread_workers(2, work)
+    assert sorted(numbers) == list(range(count))
 
 
 def test_a_clip_above_the_plan_s_is_refused():

@@ -287,6 +287,19 @@ def test_a_change_before_an_early_end_or_a_checkpoint_is_on_the_card(tmp_path, t
     assert torch.equal(flat(again.model), kept)
 
 
+@pytest.mark.parametrize(("scale", "kind"), [(1.0, "proved"), (0.5, "assumed: post-processing")])
+def test_weights_that_are_put_back_hide_no_change(tmp_path, scale, kind):
+    t = training(tmp_path / "run")
+    t.step()
+    kept = {"second.bias": t.model.second.bias.detach().clone()}
+    t.step()
+    with torch.no_grad():
+        t.model.first.weight.mul_(scale)
+    t.put_back(kept)
+    t.step()
+    assert t.guarantee.kind == kind
+
+
 def test_only_the_gradient_that_was_released_is_read(tmp_path, undisturbed):
     t = training(tmp_path / "own")
     while t.remaining_steps:

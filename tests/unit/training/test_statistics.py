@@ -87,19 +87,24 @@ def test_constants_are_near_the_columns_own(tmp_path):
     assert np.array_equal(inputs, dpdist.Preprocessing(made.columns).transform(data))
 
 
-def test_copies_that_count_other_records_share_no_noise(tmp_path):
-    """Copies of a folder have one key: the same noise on other counts would be none between them.
-    The same counts are the same release."""
-    plan = PrivacyPlan(COUNT, (GaussianCounts.of_columns(3.0, 1),), DELTA)
+def test_copies_that_count_other_records_or_pay_another_price_share_no_noise(tmp_path):
+    """Copies of a folder have one key: the same noise on other counts, or the same counts under
+    two scales of it, would be none between them. The same counts are the same release."""
     counts = count_cells(table()["age"], linear_edges(0, 150))
-    counts_of = {"one": counts, "copy": counts, "other": counts + np.eye(len(counts))[40]}
-    noise = {
-        name: release_counts(tmp_path / name, plan, own, "7f" * 32) - own
-        for name, own in counts_of.items()
-    }
+    noise = {}
+    for name, own, scale in (
+        ("one", counts, 3.0),
+        ("copy", counts, 3.0),
+        ("other", counts + np.eye(len(counts))[40], 3.0),
+        ("cheaper", counts, 6.0),
+    ):
+        plan = PrivacyPlan(COUNT, (GaussianCounts.of_columns(scale, 1),), DELTA)
+        released = release_counts(tmp_path / name, plan, own, "7f" * 32)
+        noise[name] = (released - own) / scale
     assert np.array_equal(noise["one"], noise["copy"])
     # Of thousands of independent pairs, one in a thousand are as near by chance.
-    assert (np.abs(noise["one"] - noise["other"]) > 0.01).mean() > 0.95
+    for name in ("other", "cheaper"):
+        assert (np.abs(noise["one"] - noise[name]) > 0.003).mean() > 0.95
 
 
 @pytest.mark.parametrize("adjacency", ["add-or-remove-one", "replace-one"])
