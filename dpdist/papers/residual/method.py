@@ -2,9 +2,9 @@
 
 The noise is drawn in training and at every prediction. It is a regularizer and earns no privacy
 here: the label enters a gradient without any noise, so that one released step gives it away
-however large the noise is (`tests/unit/methods/test_residual.py`). Proved is the guarantee of DP-SGD,
-inside whose clip the noise stands; without DP-SGD nothing is proved, and the paper's claim is
-shown with its assumptions measured.
+however large the noise is (`tests/unit/methods/test_residual.py`). Proved is the guarantee of
+DP-SGD, inside whose clip the noise stands; without DP-SGD nothing is proved, and the paper's claim
+is shown with its assumptions measured.
 """
 
 from __future__ import annotations
