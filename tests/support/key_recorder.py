@@ -22,7 +22,6 @@ from dpdist.training import canaries, ensembles, public_training, worker
 from dpdist.tuning import scoring
 
 # Loaded with the work, after a recorder may have begun: wrapped like all others.
-LATE = (ensembles, canaries, worker, public_training, ensembles, scoring)
 
 
 @dataclass(frozen=True)
