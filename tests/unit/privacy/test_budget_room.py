@@ -42,7 +42,7 @@ def reserve(
     folder, run, phases=ONE, records=GROUPS[0], *, terms=None, adjacency=RELATIONS[0], **setting
 ):
     plan = PrivacyPlan(1000, phases, DELTA, adjacency=adjacency)
-    charge = Charge.for_plan(run, run, plan, phases)
+    charge = Charge.for_plan(run, "same name", plan, phases)
     budgets.reserve(folder, records, charge, terms, adjacency, name="toy", **setting)
 
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from dpdist.privacy.guarantee import Guarantee, format_epsilon
+from dpdist.privacy.guarantee import BEGAN_APART, Guarantee, format_epsilon
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,12 @@ def test_lower_bounds_are_rounded_down():
     assert format_epsilon(3.24269, lower_bound=True) == "3.242"
     audited = Guarantee(3.24269, 1e-5, "add-or-remove-one", "audited", "canaries")
     assert str(audited).startswith("(3.242, 1e-05)-DP")
+
+
+def test_an_earlier_run_that_epsilon_leaves_out_is_named_beside_it():
+    apart = (BEGAN_APART + "runs/first",)
+    alone = Guarantee(1.5, 1e-5, "add-or-remove-one", "proved", "PLD", apart)
+    assert "runs/first" in str(alone) and "runs/first" in alone.row.beside
 
 
 def test_infinity_survives_text_and_json():

@@ -115,6 +115,7 @@ def test_changed_identity_starts_an_epoch_and_old_ones_never_return(ledger):
     assert again.epoch == 2
     assert again.begin_attempt(ONE) == 2
     assert again.new_epoch("forced") == 3
+    assert len({attempt["nonce"] for attempt in again.attempts}) == 4
     assert reopen(again).begin_attempt(ONE) == 3
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.own_loops import WIDTH, Rows, rows
@@ -27,6 +28,7 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import derive_key, stream_words
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse_recipe
+from dpdist.training.script_checks import HashedRecords
 from dpdist.training.trained_weights import mark_trained
 from dpdist.tuning.manifest import (
     SearchFolder,
@@ -211,6 +213,29 @@ def test_refusals_leave_nothing(tmp_path, coarse_grid, train, given, key):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("key", ["private_eval_data", "public"])
+def test_scored_records_are_apart_and_pay_if_they_are_private(tmp_path, coarse_grid, key):
+    more = {"noise": 3.0} if key == "private_eval_data" else {}
+    search = prepare(tmp_path / "own", score={key: SCORED, **more})
+    private = [TRAINED, SCORED] if key == "private_eval_data" else [TRAINED]
+    paying = [HashedRecords(dpdist.as_records(each)).hashes for each in private]
+    assert np.array_equal(search.budget_records().hashes, np.concatenate(paying))
+    with pytest.raises(UserError):
+        prepare(tmp_path / "own", score={key: (TRAINED[0][:5], TRAINED[1][:5]), **more})
+
+
+def test_the_text_of_an_error_is_not_among_what_is_shown_of_trials(tmp_path, coarse_grid):
+    search = begin(tmp_path / "own")
+    for trial, failed in zip(read_trials(search.folder), ("record 17", None, None), strict=True):
+        settings = {"values": trial.values, "noise_multiplier": 4.0}
+        searching.write_json(search.folder.settings_file(trial.number), settings)
+        state = {"scores": [0.5], "done": True, "failed": failed}
+        searching.write_json(search.folder.scores_file(trial.number), state)
+    told = search._trial_rows(1)
+    assert [bool(row["failed"]) for row in told] == [True, False, False]
+    assert "17" not in told[0]["failed"]
+
+
 @pytest.mark.slow
 def test_the_score_is_the_noisy_sum_worked_out_by_hand(tmp_path, coarse_grid):
     """With the keys of the search; another trial, another model and another sum: another noise."""
@@ -314,6 +339,8 @@ def test_a_secret_law_shows_the_winner_alone(tmp_path, coarse_grid):
     with pytest.raises(UserError, match="trials"):
         _ = result.trials
     assert not run.trials.exists() and "trials" not in read_json(run.search_record)
+    assumed = dpdist.load_results(run).privacy_card()["assumptions"]
+    assert {*searching.ASSUMED, searching.ASSUMED_PUBLIC} <= set(assumed)
     public = "".join(
         path.read_text() for path in run.path.rglob("*")
         if path.is_file() and run.private not in path.parents

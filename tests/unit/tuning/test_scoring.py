@@ -103,6 +103,18 @@ def test_private_records_are_executed_alone(records):
         assert found.sum() == right
 
 
+def test_a_private_record_that_raises_an_error_adds_nothing(records):
+    """Else whether a trial fails would depend on it."""
+    root, inputs, labels = records
+    few = stored(root / "some", inputs[:3], labels[:3])
+    numbers = iter([1.0, None, 1.0])
+
+    def value(module: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return torch.full((1,), next(numbers))  # None raises an error
+
+    assert values_by(value, torch.nn.Identity(), few, 1).tolist() == [1.0, 0.0, 1.0]
+
+
 def test_radii_are_those_of_the_certifier(records, model):
     root, inputs, _ = records
     module = model[0]

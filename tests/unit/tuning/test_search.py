@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -25,12 +26,20 @@ from dpdist.publishing import write_release
 from dpdist.release.verify import verify_release
 from dpdist.reports.html import write_report
 from dpdist.reports.results import load_results, trial_table
+from dpdist.runs.folder import RunFolder
 from dpdist.training import worker
 from dpdist.training.job import prepare as prepare_training
 from dpdist.training.records import data_source, private_records_between, records_with_canaries
 from dpdist.tuning import scoring
+from dpdist.tuning import search as search_module
 from dpdist.tuning import trial as trial_module
-from dpdist.tuning.manifest import SearchFolder, draw_number_of_trials, read_scores, read_trials
+from dpdist.tuning.manifest import (
+    SearchFolder,
+    draw_number_of_trials,
+    read_scores,
+    read_terms,
+    read_trials,
+)
 from dpdist.tuning.search import NoModelError
 
 EXECUTOR = LocalExecutor()
@@ -250,9 +259,12 @@ def test_a_broken_off_search_releases_nothing(recipe, begin, run_trials):
 
 
 def test_a_trial_that_failed_after_a_score_is_not_the_best(recipe, begin):
-    """A failed trial counts as minus infinity, also if it had the highest score before."""
-    search = begin(two(recipe))
-    for number, (scores, failed) in enumerate([([0.9], "lost"), ([0.2, 0.3], None)]):
+    """A failed trial counts as minus infinity, also if it had the highest score before; and only
+    the last score of a trial counts."""
+    search = begin(recipe(tune={"num_trials": {"name": "fixed", "runs": 3, "mean": None}}))
+    for number, (scores, failed) in enumerate(
+        [([0.9], "lost"), ([0.2, 0.3], None), ([0.8, 0.1], None)]
+    ):
         state = {"scores": scores, "done": True, "failed": failed}
         write_json(search.folder.scores_file(number), state)
     search._choose_winner()
@@ -354,6 +366,7 @@ def test_records_kept_out_of_the_run_are_kept_out_of_its_search(recipe, begin, p
     assert aside and trained and bool(scored) != public
     assert not (aside & trained or aside & scored or scored & trained)
     assert aside | trained | scored == everything
+    assert everything <= set(search.budget_records().hashes)  # all of them pay
     assert job.plan.records == len(records_with_canaries(job.recipe, job.source))
     assert search.cost.trial_limit.base_plan.records == job.plan.records
 
@@ -420,12 +433,51 @@ def test_the_price_is_that_of_all_runs_and_of_what_a_lost_one_released_twice(
     run_trials(search)
     facts = load_results(finish(search))
     lost = next(n for n, trial in enumerate(facts.search.trials) if not trial.chosen)
-    own = SearchFolder(facts.folder).trial_folder(lost)
-    with Ledger.open(own.ledger, own.read_plan().fingerprint()) as ledger:
-        ledger.new_epoch("replayed otherwise")
-        for step in range(4):
-            ledger.record(step, "ab" * 31 + f"{step:02x}")
+    release_again(SearchFolder(facts.folder).trial_folder(lost), range(4))
     check(load_results(facts.folder).guarantee.epsilon, 3 * 4 + 4)
+    release_again(facts.folder, range(3))  # the winner
+    check(load_results(facts.folder).guarantee.epsilon, 3 * 4 + 4 + 3)
+
+
+def release_again(run: RunFolder, steps: Iterable[int]) -> None:
+    with Ledger.open(run.ledger, run.read_plan().fingerprint()) as ledger:
+        ledger.new_epoch("replayed otherwise")
+        for step in steps:
+            ledger.record(step, "ab" * 31 + f"{step:02x}")
+
+
+def test_a_trial_with_other_releases_than_its_own_steps_is_not_the_winner(
+    recipe, begin, run_trials, monkeypatch
+):
+    """One that was not replayed exactly has failed; a winner whose ledger was cut is not copied."""
+    real = trial_module.train_until
+
+    def train_twice(job, step: int) -> None:
+        real(job, step)
+        release_again(job.folder, [0])
+
+    search = begin(two(recipe))
+    run_trials(search, [0])
+    monkeypatch.setattr(trial_module, "train_until", train_twice)
+    run_trials(search, [1])
+    assert read_scores(search.folder, 0)["failed"] is None
+    assert read_scores(search.folder, 1)["failed"] and not read_scores(search.folder, 1)["scores"]
+
+    ledger = search.folder.trial_folder(0).ledger
+    ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[:-1]))
+    with pytest.raises(UserError):
+        finish(search)
+    assert not search.run_folder.training_summary.exists()
+
+
+def test_what_is_assumed_of_any_trial_s_public_part_is_on_record(recipe, begin, monkeypatch):
+    parts = iter([{"assumed": "a part is public"}, None, {"assumed": None}])
+
+    def checked(trial, context: str):
+        return None, next(parts, None)
+
+    monkeypatch.setattr(search_module, "check_trainable", checked)
+    assert read_terms(begin(recipe()).folder)["assumed"] == ["a part is public"]
 
 
 def test_a_full_disk_is_not_a_failed_trial(recipe, begin, monkeypatch):
