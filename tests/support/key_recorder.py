@@ -18,8 +18,6 @@ from dpdist.gradients import perturbations
 from dpdist.gradients.independence import SYNTHETIC_KEY
 from dpdist.randomness import device_generators, keys
 from dpdist.randomness.keys import StreamKeys
-from dpdist.training import canaries, ensembles, public_training, worker
-from dpdist.tuning import scoring
 
 # Loaded with the work, after a recorder may have begun: wrapped like all others.
 
