@@ -12,8 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from dpdist.cluster import job_folder
-from dpdist.cluster.resumable_job import JobState, WorkItems, WorkUnit
-from dpdist.core.errors import UserError
+from dpdist.cluster.resumable_job import (
+    JobState,
+    WorkItems,
+    WorkUnit,
+    _record_invalid_results,
+    _resume_state,
+)
+from dpdist.core.errors import InvalidResultsError, UserError
 from dpdist.core.files import ColumnSpec
 
 KIND = job_folder.JobKind("certification", "certifying", frozenset({"radii"}))
@@ -89,6 +95,18 @@ def test_units_that_were_done_twice_count_once():
     assert state.missing_intervals("x") == [(2, 4)] and not state.finished_rows
     state.add_entry({"units": (2, 4)})
     assert state.finished_rows == {"x": [0, 1, 2, 3, 4, 5]} and state.missing_intervals("x") == []
+
+
+def test_results_that_were_found_invalid_stay_so(tmp_path):
+    path = tmp_path / job_folder.JOURNAL
+    with (
+        pytest.raises(InvalidResultsError),
+        job_folder.Journal(path) as journal,
+        _record_invalid_results(journal, tmp_path),
+    ):
+        raise InvalidResultsError("a tie")
+    with pytest.raises(InvalidResultsError), job_folder.Journal(path) as journal:
+        _resume_state(Halves({"x": 0}, list, None), journal, tmp_path)
 
 
 def table(folder: Path, model: str = "A") -> Path:
