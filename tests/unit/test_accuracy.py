@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from dpdist import evaluation, models
 from dpdist.evaluation import _evaluate_labels, _evaluate_next_tokens
 from dpdist.training.public_training import accuracy
 
@@ -58,3 +60,17 @@ def test_nor_is_a_next_token_said_without_numbers() -> None:
     assert (found["correct"], found["asked"]) == (1, 4)
     # A target that is not there is -1, and so is what no class is called.
     assert accuracy(says, records) == pytest.approx(0.25)  # type: ignore[arg-type]
+
+
+def test_each_input_has_its_own_noise_however_inputs_are_batched(monkeypatch) -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Identity()).eval()
+    models.attach_noise(model, torch.full((3,), 0.3))
+    monkeypatch.setattr(
+        evaluation, "load_subject", lambda *_: SimpleNamespace(model=model, digest="")
+    )
+    of_method = SimpleNamespace(not_releasable_reason=None)
+    recipe: Any = SimpleNamespace(method=SimpleNamespace(capabilities=of_method))
+    _, answer, _, _ = evaluation._scoring_function(recipe, Any, [0, 1])  # type: ignore[arg-type]
+    inputs = torch.zeros(2, 3)
+    first, second = answer(inputs, 0)
+    assert torch.equal(answer(inputs[1:], 1)[0], second) and not torch.equal(first, second)

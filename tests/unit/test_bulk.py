@@ -12,7 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from dpdist.cluster import job_folder
-from dpdist.core.errors import UserError
+from dpdist.cluster.resumable_job import (
+    JobState,
+    WorkItems,
+    WorkUnit,
+    _record_invalid_results,
+    _resume_state,
+)
+from dpdist.core.errors import InvalidResultsError, UserError
 from dpdist.core.files import ColumnSpec
 
 KIND = job_folder.JobKind("certification", "certifying", frozenset({"radii"}))
@@ -57,6 +64,49 @@ def test_a_journal_of_other_settings_is_refused(tmp_path):
     )
     with pytest.raises(UserError, match=r"settings\.json"):
         work(tmp_path / "b", model="B")
+
+
+def test_no_journal_is_begun_before_its_settings_are_written(tmp_path, monkeypatch):
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(job_folder, "write_json", killed)
+        work(tmp_path / "a")
+    assert work(tmp_path / "a") == []
+
+
+class Halves(WorkItems):
+    """One item of 6 units, whose rows are the numbers of its units."""
+
+    units_per_item = 6
+
+    def parse_entry(self, entry: dict[str, Any]) -> tuple[WorkUnit, list[int]]:
+        return WorkUnit("x", *entry["units"]), list(range(*entry["units"]))
+
+    def merge_partials(self, first: list[int], second: list[int]) -> list[int]:
+        return first + second
+
+
+def test_units_that_were_done_twice_count_once():
+    state = JobState(Halves({"x": 0}, list, None))
+    for units in ((4, 6), (0, 2), (1, 4), (0, 3), (4, 6), (5, 6)):
+        state.add_entry({"units": units})
+    assert state.missing_intervals("x") == [(2, 4)] and not state.finished_rows
+    state.add_entry({"units": (2, 4)})
+    assert state.finished_rows == {"x": [0, 1, 2, 3, 4, 5]} and state.missing_intervals("x") == []
+
+
+def test_results_that_were_found_invalid_stay_so(tmp_path):
+    path = tmp_path / job_folder.JOURNAL
+    with (
+        pytest.raises(InvalidResultsError),
+        job_folder.Journal(path) as journal,
+        _record_invalid_results(journal, tmp_path),
+    ):
+        raise InvalidResultsError("a tie")
+    with pytest.raises(InvalidResultsError), job_folder.Journal(path) as journal:
+        _resume_state(Halves({"x": 0}, list, None), journal, tmp_path)
 
 
 def table(folder: Path, model: str = "A") -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from dpdist.models.weights import load_foreign, read_weights
 from dpdist.privacy.phases import NOT_TRAINED_HERE
 from dpdist.release.description import ReleasedPictures
 from dpdist.reports.compare import privacy_rows
-from dpdist.runs.folder import RunFolder
+from dpdist.runs.folder import DifferentRecipeError, RunFolder
 from dpdist.training.records import data_source
 
 FACTORY = "support.foreign:net"
@@ -70,6 +71,20 @@ def test_the_run_answers_as_the_network_that_was_trained(weights: Path, tmp_path
         assert torch.allclose(loaded(x[:1]), wanted[:1], atol=1e-5)  # no statistics of a batch
     fresh = foreign.net().eval()
     assert not torch.equal(fresh(x), wanted)
+
+
+def test_a_run_is_of_one_import_only(weights: Path, tmp_path: Path) -> None:
+    folder, where = RunFolder(tmp_path / "mine"), TestData("digits")
+    given = ForeignModel(FACTORY, weights, mean=(0.3,), std=(0.4,))
+    first = import_model(given, where, folder)
+    assert import_model(given, where, folder) == first
+    for model, inputs in (
+        (replace(given, std=(0.5,)), where),
+        (replace(given, weights=None), where),
+        (given, replace(where, resize=40)),
+    ):
+        with pytest.raises(DifferentRecipeError):
+            import_model(model, inputs, folder)
 
 
 def test_a_certificate_counts_the_votes_of_that_network(

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,24 +29,31 @@ from support.local_execution import Done, command, run_without_ray
 from support.recipes import write_recipe
 
 import dpdist
-from dpdist import models
+from dpdist import models, publishing
 from dpdist.certification import table as tables
 from dpdist.certification import table_reader
 from dpdist.cluster import job_folder
 from dpdist.privacy import accounting
 from dpdist.privacy.card import PRIVACY_CARD, PRIVACY_CARD_TEXT, card_markdown
+from dpdist.privacy.guarantee import BEGAN_APART, format_epsilon
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.release import verify as verifying
 from dpdist.release.description import certified_accuracy_record, parse_description
 from dpdist.release.files import (
+    ADAPTER_FILES,
+    CHECKSUMMED_FILES,
     CHECKSUMS,
     DESCRIPTION,
     MODEL_CARD,
     REQUIRED_FILES,
+    SETTINGS,
     SIGNATURE,
+    TOKENIZER,
+    WORDS,
     ReleaseError,
     compute_checksums,
     table_name,
+    verify_checksums,
 )
 from dpdist.release.model_card import model_card
 from dpdist.release.verify import verify_release
@@ -217,6 +225,19 @@ def test_a_file_that_was_changed_is_noticed(copied, call, name):
         fails(call, copied, f"lacks {name}")
 
 
+def test_every_file_that_is_read_has_a_checksum(tmp_path):
+    read = {WORDS, TOKENIZER, SETTINGS, *ADAPTER_FILES, table_name(1), *CHECKSUMMED_FILES}
+    for name in read:
+        (tmp_path / name).write_text(name)
+    sum_again(tmp_path)
+    assert verify_checksums(tmp_path).keys() == read
+    for name in read:
+        (tmp_path / name).write_text(f"{name}.")
+        with pytest.raises(ReleaseError):
+            verify_checksums(tmp_path)
+        (tmp_path / name).write_text(name)
+
+
 def test_other_files_and_links_are_no_part_of_it(copied, call, tmp_path):
     (copied / ".gitattributes").write_text("x")
     assert call("verify", copied).code == 0
@@ -255,6 +276,48 @@ def test_what_does_not_follow_is_noticed_with_right_sums(copied, call, name, cha
     edit(copied, name, change)
     fails(call, copied, match)
     fails(call, copied, "", "--signer", PUBLIC)
+
+
+@pytest.mark.parametrize("delta", [1e-6, 1e-3])
+def test_the_cost_of_all_runs_is_compared_at_its_own_delta(copied, delta):
+    """The run states delta 1e-4."""
+    least = dpdist.load(copied).plan.guarantee(delta=delta)
+
+    def state(epsilon: float) -> None:
+        edit(copied, PRIVACY_CARD, at("data_set", to=least.to_dict() | {"epsilon": epsilon}))
+        write_pages(copied)
+
+    state(least.epsilon)
+    verify_release(copied)
+    state(0.99 * least.epsilon)
+    with pytest.raises(ReleaseError, match="data_set"):
+        verify_release(copied)
+
+
+def test_the_base_of_an_adapter_is_named_without_a_path_of_this_machine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models/tiny").mkdir(parents=True)
+    facts: Any = SimpleNamespace(
+        recipe=SimpleNamespace(model=SimpleNamespace(initial=None), by_script="a script")
+    )
+    names = {}
+    for stored in (str(tmp_path / "models/tiny"), "/gone/tiny", "models/tiny", "hub/tiny"):
+        adapter: Any = SimpleNamespace(config=SimpleNamespace(base_model_name_or_path=stored))
+        names[stored] = publishing._base_name(facts, adapter)
+    assert names.pop("hub/tiny") == "hub/tiny"
+    assert set(names.values()) == {"tiny"}
+
+
+def test_an_epsilon_that_omits_an_earlier_run_is_not_that_of_the_release(copied):
+    own = dpdist.load(copied).plan.guarantee()
+    total = own.to_dict() | {"epsilon": 2 * own.epsilon}
+    omitted = [f"{BEGAN_APART} an earlier run"]
+    edit(copied, PRIVACY_CARD, lambda card: card.update(data_set=total, assumptions=omitted))
+    release = dpdist.load(copied)
+    assert release.epsilon == 2 * own.epsilon
+    privacy = next(row.value for row in release.rows if row.name == "privacy")
+    assert format_epsilon(2 * own.epsilon) in privacy
+    assert format_epsilon(own.epsilon) not in privacy
 
 
 def test_other_weights_are_noticed_with_right_sums(copied, call):

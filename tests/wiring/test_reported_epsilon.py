@@ -22,10 +22,11 @@ from dpdist.privacy.budget import read_budgets
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import GaussianSteps, Phase
+from dpdist.privacy.plan import PrivacyPlan
 from dpdist.publishing import write_release
 from dpdist.release.verify import verify_release
 from dpdist.reports.html import write_report
-from dpdist.reports.results import load_results
+from dpdist.reports.results import load_results, read_stage
 from dpdist.runs.folder import RunFolder, read_verified_ledger
 from dpdist.training import trainer
 from dpdist.training.job import TrainJob
@@ -103,6 +104,20 @@ def test_superseded_releases_are_in_every_epsilon(tmp_path, monkeypatch):
     assert at_delta[1e-6] > at_delta[1e-4] > at_delta[DELTA]
     assert card["reexecuted_releases"] == 6
     assert card["mechanism"][0].startswith("18 Gaussian steps")
+
+
+def test_superseded_releases_are_in_what_a_later_run_states_of_an_unfinished_one(
+    tmp_path, monkeypatch
+):
+    """4 of the first 6 steps were already repeated with other workers."""
+    job = job_of(tmp_path)
+    train_and_crash(job.recipe, job.folder, monkeypatch, 5)
+    train_and_crash(job.recipe, job.folder, monkeypatch, 3, workers=2)
+    assert Ledger.read(job.folder.ledger).num_superseded == 4
+    stage = read_stage(job.folder)
+    whole = exact((STEPS + 4, RATE, NOISE))
+    covers([float(stage.guarantee["epsilon"])], whole)
+    covers([PrivacyPlan.from_dict(stage.plan).guarantee().epsilon], whole)
 
 
 def test_an_exact_replay_is_charged_once(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 import dpdist
 from dpdist import Privacy, PrivateTraining, UserError
-from dpdist.data.protocol import count_common
+from dpdist.data.protocol import UserRecords, Users, count_common
 
 COUNT, SIDE = 24, 4
 PIXELS = np.random.default_rng(0).integers(0, 256, (COUNT, SIDE, SIDE, 3), dtype=np.uint8)
@@ -103,6 +103,20 @@ def test_columns_and_order_tell_records_apart():
     far = dpdist.as_records((torch.tensor([[1e9], [1e9 + 1]], dtype=torch.double), torch.zeros(2)))
     near = dpdist.as_records((torch.tensor([[1e9 + 1]], dtype=torch.double), torch.zeros(1)))
     assert count_common(far, near) == 1
+
+
+def test_the_records_of_users_are_compared_one_by_one():
+    """Whichever side they are on, and whatever a step draws of a user."""
+    given = dpdist.as_records(PUBLIC["bytes"])
+    users = UserRecords(dpdist.as_records((FLOATS, LABELS)), Users.from_values(LABELS, 2))
+    assert count_common(given, users) == count_common(users, given) == COUNT
+
+
+def test_bytes_beside_a_column_of_numbers_are_fractions_too():
+    ages, pixels = torch.arange(float(COUNT)), torch.from_numpy(PIXELS).permute(0, 3, 1, 2)
+    kept = dpdist.as_records(({"age": ages, "scan": pixels}, LABELS))
+    scaled = dpdist.as_records(({"age": ages[:5], "scan": FLOATS[:5]}, LABELS[:5]))
+    assert count_common(kept, scaled) == count_common(scaled, kept) == 5
 
 
 @pytest.mark.parametrize("private", ["a part of several", "a loader"])

@@ -72,6 +72,13 @@ def test_neither_order_nor_label_nor_encoding_hides_a_record(root):
     assert count_common(records, whole(root, "changed")) == 0
 
 
+def test_the_fingerprint_of_the_first_records_is_of_no_other(root):
+    write_images(root / "longer", "train", np.concatenate([pixels(0, 80)[:10], pixels(9, 70)]))
+    first, same = (whole(root, name).first(10) for name in ("mine", "longer"))
+    assert first.fingerprint == same.fingerprint
+    assert first.fingerprint != whole(root, "mine").first(11).fingerprint
+
+
 def test_inputs_of_another_shape_are_not_said_to_differ(root):
     write_images(root / "larger", "train", pixels(0, 80, side=5))
     larger = whole(root, "larger")
