@@ -78,6 +78,7 @@ def wrapped(folder: Path) -> Any:
     return dpdist.trainable(build, folder=folder, data=(inputs[:120], labels[:120]), score=score)
 
 
+@pytest.mark.nightly
 def test_trainings_are_cloned_and_changed_by_population_based_training(session, tmp_path):
     """A clone goes on with the weights of the other trial, under a rate of its own."""
     from ray import tune

@@ -33,6 +33,7 @@ def test_nothing_listens_beyond_loopback(place):
     _watch(start("certify", "x", cwd=place, DPDIST_EXECUTOR="ray"))
 
 
+@pytest.mark.nightly
 def test_an_environment_for_clusters_opens_nothing(place):
     """Two workers, with every variable by which Ray or gloo would listen on the network."""
     network = [
