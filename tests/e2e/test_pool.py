@@ -88,7 +88,7 @@ def test_a_hanging_actor_is_done_without(tmp_path):
 
 
 def test_results_that_do_not_hold_are_not_tried_again(tmp_path):
-    """Whoever tried once more might be lucky, and the results would pass for sound ones."""
+    """A second attempt might pass the check by chance, and wrong results would be kept."""
 
     def factory(folder: Path) -> Any:
         def once(payload: int) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from dpdist import models
 from dpdist.attacks.job import AttackJob, CertificateCheckJob
 from dpdist.attacks.settings import AttackSettings
 from dpdist.attacks.table import Plausibility
@@ -25,6 +26,19 @@ from dpdist.cluster.resumable_job import run_job
 def with_changes(settings: Certificate, **changes: Any) -> Certificate:
     """The same settings but for these; another mode is another certificate."""
     return settings_of({**settings.model_dump(), **changes})
+
+
+def save_plane(folder: Path, size: int) -> Path:
+    """Save a linear model of two classes: an input's true radius is its distance to the plane."""
+    spec = models.ModelSpec("linear", (size,), 2)
+    model = models.initialize(spec, 0)
+    layer = next(m for m in model.modules() if isinstance(m, torch.nn.Linear))
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.weight[1, 0], layer.weight[0, 0] = 5.0, -5.0
+        layer.bias.zero_()
+    models.save(model, spec, folder)
+    return folder
 
 
 def certify(

@@ -1,4 +1,4 @@
-"""What a check of certificates counts: another class certified inside a radius, nothing else."""
+"""A check counts an attack as successful only if another class is certified inside the radius."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from scipy import stats
 from support import certificates
-from support.certificates import check_certificates
+from support.certificates import check_certificates, save_plane
 from support.local_execution import run_without_ray
 from support.separable_points import Points
 
-from dpdist import models
 from dpdist.attacks.settings import AttackSettings
 from dpdist.attacks.table import Plausibility
 from dpdist.certification import job
@@ -27,14 +25,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Certify a plane, with counts of points so many times as far from it, and hold the radii
     against an attack on the points themselves."""
     run_without_ray(monkeypatch)
-    spec = models.ModelSpec("linear", (4,), 2)
-    model = models.initialize(spec, 0)
-    layer = next(m for m in model.modules() if isinstance(m, torch.nn.Linear))
-    with torch.no_grad():
-        layer.weight.zero_()
-        layer.weight[1, 0], layer.weight[0, 0] = 5.0, -5.0
-        layer.bias.zero_()
-    models.save(model, spec, tmp_path / "model")
+    save_plane(tmp_path / "model", 4)
 
     def run(factor: float, n: int = 1000, alpha: float = 0.001) -> tuple[list[dict], Plausibility]:
         settings = Cohen(sigma=0.25, n0=50, n=n, alpha=alpha, batch=200, seed="1")

@@ -179,7 +179,7 @@ def test_hidden_noise_answers_by_mean_scores(here: None, tmp_path: Path) -> None
 
 
 def mean_scores(first: np.ndarray) -> MeanScores:
-    """Of draws that score the first of two classes so, in [0, 1]."""
+    """Return the mean scores of samples that give the first of two classes these scores."""
     scores = np.round(np.stack([first, 1 - first], axis=1) * SCORE_UNIT).astype(np.int64)
     votes = np.bincount(scores.argmax(1), minlength=2)
     return MeanScores(*score_bounds.bin_scores(scores), votes)
@@ -217,7 +217,7 @@ def test_mean_scores_of_all_classes_share_the_error() -> None:
 
 
 def test_votes_are_tested_at_the_error_that_is_stated(here: None, tmp_path: Path) -> None:
-    """Of two classes the hits say whether PREDICT may answer."""
+    """With two classes, PREDICT answers if enough samples agree, at the error alpha."""
     spec = models.ModelSpec("linear", (4,), 2)
     model = models.initialize(spec, 0)
     layer = next(m for m in model.modules() if isinstance(m, torch.nn.Linear))

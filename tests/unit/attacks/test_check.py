@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 import torch
 from scipy import stats
-from support.certificates import certify, check_certificates, scale_sensitivity
+from support.certificates import certify, check_certificates, save_plane, scale_sensitivity
 from support.separable_points import Points
 
 from dpdist import models
@@ -31,17 +31,7 @@ POINTS = Points(8, count=40, near=0.05, far=0.6)
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plane: the true certified radius is the distance to it."""
-    folder = tmp_path_factory.mktemp("model")
-    spec = models.ModelSpec("linear", (8,), 2)
-    model = models.initialize(spec, 0)
-    layer = next(m for m in model.modules() if isinstance(m, torch.nn.Linear))
-    with torch.no_grad():
-        layer.weight.zero_()
-        layer.weight[1, 0], layer.weight[0, 0] = 5.0, -5.0
-        layer.bias.zero_()
-    models.save(model, spec, folder)
-    return folder
+    return save_plane(tmp_path_factory.mktemp("model"), 8)
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,9 @@ def test_they_leave_by_no_door(here: None, golden: Any, tmp_path: Path) -> None:
     assert not any(b"what attacks found" in path.read_bytes() for path in left)
 
 
-def test_they_are_not_written_where_they_may_be_published(golden: Any, tmp_path: Path) -> None:
+def test_they_are_not_written_where_they_may_be_published(
+    here: None, golden: Any, tmp_path: Path
+) -> None:
     folder = golden("digits", tmp_path / "runs")
     recipe = folder.read_recipe()
     for place in ("attacks/mine", "certificates", "private/../report"):

@@ -158,7 +158,7 @@ def test_no_size_is_missed_more_often_than_allowed() -> None:
 
 
 def test_a_certificate_of_size_0_is_one() -> None:
-    """Of 200 inputs the first run certifies all, at 0 alone; the later one none."""
+    """One run certifies all 200 inputs, only at radius 0; the other one certifies none."""
     first, second = np.zeros(200), np.full(200, -1.0)
     for ahead, found in enumerate((curve_difference(first, second, 1.0, cells=4),
                                    curve_difference(second, first, 1.0, cells=4))):  # fmt: skip

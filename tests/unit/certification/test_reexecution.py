@@ -1,4 +1,4 @@
-"""What is counted of a model that looks at its batch is found out while it is counted."""
+"""A model whose answers depend on the batch is noticed while its answers are counted."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def test_the_vote_s_sizes_answer_with_the_class_of_the_vote(here: None, tmp_path
 
 
 def test_a_verdict_is_of_the_classifier_that_is_asked_for() -> None:
-    """Of 1,000 draws 700 answer class 1 by a little, and the others class 0 by far."""
+    """700 of 1,000 samples prefer class 1 slightly, and 300 prefer class 0 strongly."""
     scores = np.repeat([[0.45, 0.55, 0.0], [0.97, 0.02, 0.01]], [700, 300], axis=0)
     units = (scores * SCORE_UNIT).astype(np.int64)
     votes = np.bincount(scores.argmax(1), minlength=3)

@@ -1,5 +1,5 @@
-"""What is sent to a cluster: code and recipes; never data, runs, keys or hidden files. And what
-its hosts must have in common with the driver."""
+"""Code and recipes are sent to a cluster, but no data, runs, keys or hidden files. The hosts must
+have the driver's versions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What Ray says goes to the run's log file: a private search would print tracebacks of its trials
-otherwise."""
+"""Ray's output goes to the run's log file. Otherwise a private search would print tracebacks of its
+trials."""
 
 from __future__ import annotations
 

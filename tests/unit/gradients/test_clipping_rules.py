@@ -221,7 +221,7 @@ def tied() -> nn.Module:
 
 
 def at_two_sizes(model: nn.Module, images: Tensor) -> Tensor:
-    """Of a large and a small image: one call materializes, one may not."""
+    """Call one layer on a large and on a small image: their norms may have different forms."""
     small = model.conv(images[:, :, :3, :3])
     return torch.cat([model.conv(images).flatten(1), small.flatten(1)], dim=1)
 

@@ -74,7 +74,7 @@ def parts() -> nn.Module:
 
 
 def outcome(make: Callable[[], nn.Module], batch: Batch) -> int | None:
-    """Of ten steps on the batch, the micro-batch; None where they are refused."""
+    """Take ten steps on the batch; return the micro-batch, or None if the model is refused."""
     engine = GradientEngine(seeded(make), cross_entropy, clipping=FlatClipping(1.0))
     try:
         for _ in range(10):

@@ -274,8 +274,10 @@ class MadeUp(list[Tensor]):
 def summed(
     method: Functional, made: CoefficientSums | None, left: int = -1, step: int = ROUND
 ) -> Tensor:
-    """What a training sums in a step, of made-up records and one of them left out. made: None for
-    the encoder's sum."""
+    """Return the sum of a step over synthetic records except the one at position `left`.
+
+    made: None for the encoder's sum.
+    """
     rng = np.random.default_rng(0)
     x = records(rng).float()
     y = torch.from_numpy(rng.integers(0, CLASSES, RECORDS))

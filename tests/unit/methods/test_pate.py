@@ -82,7 +82,7 @@ def plan_of(noise: float, one: PATE | None = None, **more: Any) -> PrivacyPlan:
 def releases_of(
     one: PATE, plan: PrivacyPlan, votes: np.ndarray, patch: pytest.MonkeyPatch
 ) -> list[tuple[np.ndarray, float]]:
-    """What is noised, and by how much, in order, each with a key of its own."""
+    """Return the releases of an execution in order, and their noise; each key is used once."""
     seen, keys = [], {b"k" * 32}
 
     def without(total: np.ndarray, key: bytes, std: float) -> np.ndarray:
