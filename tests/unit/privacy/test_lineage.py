@@ -211,6 +211,19 @@ def test_a_folder_that_was_moved_is_no_copy(tmp_path):
     assert spent(folder) == pytest.approx(before + FILTER.cost(left, PLAN.records))
 
 
+def test_a_copy_that_is_behind_takes_nothing_back(tmp_path):
+    """Made between two steps of a process: its ledger has fewer of them than were released."""
+    folder, one = tmp_path / "budgets", Copy(tmp_path / "0" / "ledger.jsonl")
+    one.begin(folder)
+    one.release(3)
+    copy = one.copied(tmp_path / "1" / "ledger.jsonl")
+    one.release(4)
+    one.end(folder)
+    before = spent(folder)
+    copy.end(folder)
+    assert spent(folder) == before
+
+
 @pytest.mark.parametrize("phase", [GaussianAnswers(9.0, 5), NoisyVotes(9.0, 5, 5, 0.0, 4, 0.5)])
 def test_answers_and_votes_are_charged_to_whoever_draws_them(tmp_path, phase: Phase):
     """Two copies that were made before: each draws its own. After the votes: they are common."""
