@@ -189,7 +189,6 @@ class FunctionSearch(Search):
     def _run_trials(self, executor: Executor, concurrent: int) -> None:
         path = sent_file(self.folder)
         write_atomic(path, self._sent)
-        path.chmod(0o600)
         try:
             super()._run_trials(executor, concurrent)
         finally:
