@@ -718,7 +718,7 @@ def _read_inputs(
         console.log(f"{saved.pictures.describe(shape)}, as the test inputs were")
     inputs = []
     for file in files:
-        rows = _read_rows(saved, file) if file.suffix.lower() in _TABLES else None
+        rows = _read_rows(saved, file, shape) if file.suffix.lower() in _TABLES else None
         try:
             if rows is None:
                 rows = [(str(file), _read_array(saved, file, shape))]
@@ -728,15 +728,24 @@ def _read_inputs(
     return inputs
 
 
-def _read_rows(saved: _SavedModel, file: Path) -> list[tuple[str, Any]]:
+def _read_rows(saved: _SavedModel, file: Path, shape: tuple[int, ...]) -> list[tuple[str, Any]]:
     """Return name and values of each row of a table of features."""
+    from dpdist.data.discovery import feature_columns
     from dpdist.data.parquet import Columns, read_features
+    from dpdist.data.tables import open_table
 
-    if not (saved.columns and saved.columns.features):
+    label, features = saved.columns.label, tuple(saved.columns.features)
+    if not features and not saved.bounded and len(shape) == 1:  # a script's, without names
+        features = feature_columns(open_table(file), label)
+        console.log(
+            f"{file}: its columns of numbers, except {label!r}, are the inputs in their order; "
+            "check that your script had this order and scaling, which dpdist does not know"
+        )
+    if not features:
         raise UserError(f"{file}: must be an image or an array: the model does not read features")
     columns = Columns(
-        label=saved.columns.label,
-        features=tuple(saved.columns.features),
+        label=label,
+        features=features,
         preprocessing=tuple(saved.columns.preprocessing.items()),
     )
     return [(f"{file}:{number}", row) for number, row in enumerate(read_features(file, columns))]

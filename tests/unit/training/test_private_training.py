@@ -107,6 +107,17 @@ def test_the_folder_is_an_ordinary_run(tmp_path, monkeypatch, capsys):
     assert t.run.report_file.exists() and list(t.run.certificates.glob("*/certificates.parquet"))
 
 
+def test_columns_of_a_table_are_inputs_in_their_order(tmp_path, monkeypatch, capsys):
+    t = training(tmp_path / "own", factory=f"{__name__}:net")
+    run, inputs = t.run_all(), rows()[0][:3]
+    lines = [",".join(map(str, [*row.tolist(), 1])) for row in inputs]
+    (tmp_path / "new.csv").write_text("\n".join(["z,y,x,c,b,a,label", *lines]))
+    done = command(monkeypatch, capsys, tmp_path, "predict", run.path, "new.csv", "--json")
+    assert done.code == 0, done.err
+    shares = [json.loads(line)["probabilities"]["1"] for line in done.out.splitlines()]
+    assert shares == pytest.approx(t.model.eval()(inputs).softmax(1)[:, 1].tolist(), abs=1e-5)
+
+
 MINE = """
 import torch
 from torch import nn
