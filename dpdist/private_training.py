@@ -359,6 +359,7 @@ class PrivateTraining:
                 with charged(self._recipe, self.plan, folder, self._hashed, _CONTEXT):
                     pass
             self._evaluate_public()
+            learner.watch()
             if self._workers.first:
                 log(f"{folder.path}: this training has finished; the model has its weights now")
             return
@@ -533,6 +534,7 @@ class PrivateTraining:
             >>> 0 <= found <= 1, list(training.history)
             (True, ['step', 'learning_rate', 'noisy_norm', 'eval_accuracy'])
         """
+        self._look_after()
         name, function = named_metric(metric)
         public = as_records(eval_data, name="eval_data")
         known = public.keyed_fingerprint(bytes(32))
@@ -596,6 +598,7 @@ class PrivateTraining:
         With a fixed run key, `fixed_key` is True and the text says NOT PRIVATE.
         """
         plan = self.plan
+        self._look_after()
         if not self._started:  # nothing was released: only scores are counted
             return self._recipe.guarantee_of(plan, plan.executed_phases(plan.step_counts(0)))
         ledger = None if self._loop is None else self._loop.step.ledger
@@ -640,6 +643,8 @@ class PrivateTraining:
     def _step(self) -> tuple[StepReport, bool]:
         """Take a step, and return its report and whether any worker got Ctrl-C before it."""
         with self._workers.sharing_errors():
+            if not self.remaining_steps:
+                raise UserError(f"step: all {self.plan.steps:,} steps of the plan are done")
             if self._look_between("step"):
                 self._save()
         number = self._done
@@ -764,11 +769,10 @@ class PrivateTraining:
         self._refuse_inside("finish")
         if not self._done:
             raise UserError("finish: must be called after a step: take one first")
-        if self.remaining_steps:
+        if self.remaining_steps or self._loop is not None:  # open, also after an end that failed
             with self._workers.sharing_errors():
                 self._look_between("finish")
-                self._learner.stopped = True
-        if self._loop is not None:  # open, also after an end that failed
+                self._learner.stopped |= self.remaining_steps > 0
             self._finish()
         return self.run
 
@@ -970,9 +974,7 @@ class PrivateTraining:
             )
 
     def _ready(self) -> None:
-        """Prepare the next step. Raises UserError if no step can be taken."""
-        if not self.remaining_steps:
-            raise UserError(f"step: all {self.plan.steps:,} steps of the plan are done")
+        """Prepare the next step. Raises UserError if the run cannot continue."""
         if (begun := self._recipe.score) is not None and self._scored is None:
             raise UserError(
                 f"step: the run was begun with scores every {begun.every:,} steps on "
@@ -1034,6 +1036,18 @@ class PrivateTraining:
                     stacklevel=2,
                 )
         return bool(told[0]["due"])
+
+    def _look_after(self) -> None:
+        """Warn if the script changed the model of a finished run."""
+        ended = self._started and self._loop is None and not self.remaining_steps
+        if ended and not self._warned and "parameters" in self._learner.changed():
+            self._warned = True
+            warnings.warn(
+                "the model changed after the last step. The guarantee is that of the weights in "
+                f"{self.run.model_folder}, and does not cover this model if private records were "
+                "used, as by loss.backward() and optimizer.step(): leave these calls out",
+                stacklevel=3,
+            )
 
     def _finish(self) -> None:
         """Save the model, write the summary, and close the run."""

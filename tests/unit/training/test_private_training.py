@@ -298,6 +298,20 @@ def test_a_change_before_an_early_end_or_a_checkpoint_is_on_the_card(tmp_path, t
     assert torch.equal(flat(again.model), kept)
 
 
+def test_a_change_after_the_last_step_is_on_the_card_or_not_in_the_run(tmp_path):
+    t = training(tmp_path / "open")
+    with t.finishing_later():
+        t.run_all()
+    t.model.first.weight.data.mul_(0.5)
+    assert dpdist.load_results(t.finish()).guarantee.kind == "assumed: post-processing"
+    for t in ended(training(tmp_path / "closed")), training(tmp_path / "closed"):
+        t.model.double()
+        assert t.guarantee.kind == "proved"
+        t.model.first.weight.data.mul_(0.5)
+        with pytest.warns(UserWarning, match="after the last step"):
+            assert t.guarantee.kind == "proved"
+
+
 @pytest.mark.parametrize(("scale", "kind"), [(1.0, "proved"), (0.5, "assumed: post-processing")])
 def test_weights_that_are_put_back_hide_no_change(tmp_path, scale, kind):
     t = training(tmp_path / "run")
