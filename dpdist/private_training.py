@@ -374,14 +374,9 @@ class PrivateTraining:
 
     def _begin_run(self) -> bytes:
         """Write a new run, the same on all workers, and return its key. Raises UserError."""
-        recipe, folder, records = self._recipe, self.run, self._records
+        recipe, folder = self._recipe, self.run
         _check_same_start(self)
-        chosen = choose_run_key(recipe, folder) if self._workers.first else None
-        told_key = "" if chosen is None else _records_key(chosen).hex()
-        records_key = bytes.fromhex(self._workers.of_first(told_key))
-        told = records.keyed_fingerprint(records_key)
-        self._workers.check_same({"data": told})
-        check_same_data(folder, records.name, told)
+        chosen, records_key, told = self._compared_data()
         checked = CheckedTraining(recipe, folder, self.plan, told, None, self._noise)
         if chosen is not None:
             if self._public is not None:
@@ -399,6 +394,19 @@ class PrivateTraining:
         self._fingerprint = told
         self._job = replace(checked, plan=self.plan).job()
         return folder.read_run_key()
+
+    def _compared_data(self) -> tuple[bytes | None, bytes, str]:
+        """Return worker 0's run key, the key of the records' fingerprint, and the fingerprint.
+
+        Raises UserError if the run began on other records, or workers have others.
+        """
+        chosen = choose_run_key(self._recipe, self.run) if self._workers.first else None
+        told_key = "" if chosen is None else _records_key(chosen).hex()
+        records_key = bytes.fromhex(self._workers.of_first(told_key))
+        told = self._records.keyed_fingerprint(records_key)
+        self._workers.check_same({"data": told})
+        check_same_data(self.run, self._records.name, told)
+        return chosen, records_key, told
 
     def _attempt(self, key: bytes) -> None:
         """Start an attempt in the ledger, and the loop that takes its steps."""
