@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -323,6 +324,17 @@ def test_weights_that_are_put_back_hide_no_change(tmp_path, scale, kind):
     t.put_back(kept)
     t.step()
     assert t.guarantee.kind == kind
+
+
+@pytest.mark.parametrize(("rate", "flip"), [(0.3, 0), (1e4, 0), (0.3, 1)])
+def test_a_result_without_content_is_warned_of(tmp_path, rate, flip):
+    model, (inputs, labels) = Net(), rows(200, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    public = {"eval_data": (inputs, 1 - labels)} if flip else {}
+    with warnings.catch_warnings(record=True) as told:
+        training(tmp_path / "own", model, optimizer, **public).run_all()
+    texts = " ".join(str(each.message) for each in told)
+    assert ("learning rate" in texts, "commonest class" in texts) == (rate > 1, flip == 1)
 
 
 def test_only_the_gradient_that_was_released_is_read(tmp_path, undisturbed):
