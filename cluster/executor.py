@@ -67,6 +67,7 @@ from dpdist.cluster.work import (
 from dpdist.core import optional_imports
 from dpdist.core.console import log
 from dpdist.core.errors import UserError
+from dpdist.core.files import own_only
 from dpdist.core.torch_settings import DETERMINISTIC, SharedBlocks
 
 ExecutorName = Literal["auto", "local", "ray"]
@@ -271,7 +272,7 @@ def _run_in_new_process(group: WorkerGroup, place: WorkerPlace, log: Path) -> No
     sent = pickle.dumps((group.work, group.argument, place))
     code = f"from {__name__} import work_in_new_process; work_in_new_process()"
     path = os.pathsep.join(each for each in sys.path if each)
-    with open(log, "ab") as output:
+    with open(log, "ab", opener=own_only) as output:
         process = subprocess.Popen(
             [sys.executable, "-c", code],
             stdin=subprocess.PIPE,
@@ -565,7 +566,7 @@ def _work_in_ray_worker(config: dict[str, Any]) -> None:
     import ray.train.torch
 
     if (log := config["log"]) is not None:
-        with open(log, "ab") as output:
+        with open(log, "ab", opener=own_only) as output:
             for stream in (1, 2):
                 os.dup2(output.fileno(), stream)
     context = ray.train.get_context()

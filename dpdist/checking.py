@@ -86,7 +86,8 @@ def check(
     """List everything that `PrivateTraining` would not accept of these objects, each with the fix.
 
     Guarantee: it releases nothing and writes nothing. Model and optimizer stay as they are: copies
-    of them run on invented examples, never on records.
+    of them run on invented examples, never on records. If `folder` has a run, all of this is
+    compared with it, as the training that continues it would be.
 
     Args:
         model: the module, as in `PrivateTraining`.
@@ -96,7 +97,7 @@ def check(
         eval_data: PUBLIC records, the `eval_data` of `PrivateTraining`.
         state: schedulers and other objects with `state_dict`, as in `PrivateTraining`.
         options: further arguments of `PrivateTraining`, such as `privacy`, `batch_size` and
-            `steps`, without which the settings are not checked; `folder` is ignored.
+            `steps`, without which neither the settings nor a run in `folder` are checked.
 
     Returns:
         A `CheckResult`, which is true if training would start: `problems` and `notes`, tuples of
@@ -116,8 +117,7 @@ def check(
         >>> "model = dpdist.prepare(model)" in found.problems[1]
         True
     """
-    options.pop("folder", None)
-    problems = _Problems()
+    folder, problems = options.pop("folder", None), _Problems()
     problems.of(lambda: check_model(model))
     whole = not problems.found
     problems.of(lambda: check_optimizer(optimizer, model))
@@ -135,8 +135,18 @@ def check(
         given = (model, optimizer, list(state)) if own_optimizer and not mixing else None
         copied = _copies(model, given, problems)
         if copied is not None:
+            if folder is not None and given is not None and not settings:
+                options["folder"] = folder
             notes = _build(copied, records, loss, public, {**options, **settings}, problems)
     return CheckResult(tuple(dict.fromkeys(problems.found)), tuple(dict.fromkeys(notes)))
+
+
+class _Unbegun(PrivateTraining):
+    """Compare a training with the run that it would continue, without continuing it."""
+
+    def _begin(self) -> None:
+        self._compared_data()
+        self._learner.restore(self.run, False)
 
 
 class _Problems:
@@ -204,11 +214,8 @@ def _build(
     model, optimizer, state = copied
     with warnings.catch_warnings(record=True) as warned, tempfile.TemporaryDirectory() as place:
         warnings.simplefilter("always")
-        given = {"loss": loss, "state": state, "eval_data": public, **options}
-        folder = Path(place) / "run"
-        built = problems.of(
-            lambda: PrivateTraining(model, optimizer, records, folder=folder, **given)
-        )
+        given = {"loss": loss, "state": state, "eval_data": public, "folder": Path(place) / "run"}
+        built = problems.of(lambda: _Unbegun(model, optimizer, records, **{**given, **options}))
         if built is None:  # check what comes after the first error
             problems.of(lambda: _screen(model, loss, records, bool(options.get("vmap"))))
             if public is not None:

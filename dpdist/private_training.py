@@ -26,6 +26,7 @@ from dpdist.config.sections import PrivacyRecipe
 from dpdist.config.training import ResourcesRecipe, Stage
 from dpdist.core.console import Row, format_table, log
 from dpdist.core.errors import UserError
+from dpdist.core.files import read_json
 from dpdist.core.script_errors import TrainingInterrupted, unfinished
 from dpdist.data.adapters import as_records
 from dpdist.data.protocol import Records, count_common, single_records
@@ -42,6 +43,7 @@ from dpdist.privacy.ledger import JournalBusy, Ledger, ReplayConflict
 from dpdist.randomness.keys import derive_key
 from dpdist.reports.plots import plot_history
 from dpdist.reports.results import read_stage, stage_of_card
+from dpdist.reports.summary import evaluation_doubts
 from dpdist.reports.tracking import check_script_tracker, track_script
 from dpdist.runs.charging import charged, check_charge
 from dpdist.runs.folder import RunFolder, complete_checkpoints, open_run
@@ -359,6 +361,7 @@ class PrivateTraining:
                 with charged(self._recipe, self.plan, folder, self._hashed, _CONTEXT):
                     pass
             self._evaluate_public()
+            learner.watch()
             if self._workers.first:
                 log(f"{folder.path}: this training has finished; the model has its weights now")
             return
@@ -373,14 +376,9 @@ class PrivateTraining:
 
     def _begin_run(self) -> bytes:
         """Write a new run, the same on all workers, and return its key. Raises UserError."""
-        recipe, folder, records = self._recipe, self.run, self._records
+        recipe, folder = self._recipe, self.run
         _check_same_start(self)
-        chosen = choose_run_key(recipe, folder) if self._workers.first else None
-        told_key = "" if chosen is None else _records_key(chosen).hex()
-        records_key = bytes.fromhex(self._workers.of_first(told_key))
-        told = records.keyed_fingerprint(records_key)
-        self._workers.check_same({"data": told})
-        check_same_data(folder, records.name, told)
+        chosen, records_key, told = self._compared_data()
         checked = CheckedTraining(recipe, folder, self.plan, told, None, self._noise)
         if chosen is not None:
             if self._public is not None:
@@ -398,6 +396,19 @@ class PrivateTraining:
         self._fingerprint = told
         self._job = replace(checked, plan=self.plan).job()
         return folder.read_run_key()
+
+    def _compared_data(self) -> tuple[bytes | None, bytes, str]:
+        """Return worker 0's run key, the key of the records' fingerprint, and the fingerprint.
+
+        Raises UserError if the run began on other records, or workers have others.
+        """
+        chosen = choose_run_key(self._recipe, self.run) if self._workers.first else None
+        told_key = "" if chosen is None else _records_key(chosen).hex()
+        records_key = bytes.fromhex(self._workers.of_first(told_key))
+        told = self._records.keyed_fingerprint(records_key)
+        self._workers.check_same({"data": told})
+        check_same_data(self.run, self._records.name, told)
+        return chosen, records_key, told
 
     def _attempt(self, key: bytes) -> None:
         """Start an attempt in the ledger, and the loop that takes its steps."""
@@ -533,6 +544,7 @@ class PrivateTraining:
             >>> 0 <= found <= 1, list(training.history)
             (True, ['step', 'learning_rate', 'noisy_norm', 'eval_accuracy'])
         """
+        self._look_after()
         name, function = named_metric(metric)
         public = as_records(eval_data, name="eval_data")
         known = public.keyed_fingerprint(bytes(32))
@@ -596,6 +608,7 @@ class PrivateTraining:
         With a fixed run key, `fixed_key` is True and the text says NOT PRIVATE.
         """
         plan = self.plan
+        self._look_after()
         if not self._started:  # nothing was released: only scores are counted
             return self._recipe.guarantee_of(plan, plan.executed_phases(plan.step_counts(0)))
         ledger = None if self._loop is None else self._loop.step.ledger
@@ -640,6 +653,8 @@ class PrivateTraining:
     def _step(self) -> tuple[StepReport, bool]:
         """Take a step, and return its report and whether any worker got Ctrl-C before it."""
         with self._workers.sharing_errors():
+            if not self.remaining_steps:
+                raise UserError(f"step: all {self.plan.steps:,} steps of the plan are done")
             if self._look_between("step"):
                 self._save()
         number = self._done
@@ -764,11 +779,10 @@ class PrivateTraining:
         self._refuse_inside("finish")
         if not self._done:
             raise UserError("finish: must be called after a step: take one first")
-        if self.remaining_steps:
+        if self.remaining_steps or self._loop is not None:  # open, also after an end that failed
             with self._workers.sharing_errors():
                 self._look_between("finish")
-                self._learner.stopped = True
-        if self._loop is not None:  # open, also after an end that failed
+                self._learner.stopped |= self.remaining_steps > 0
             self._finish()
         return self.run
 
@@ -970,9 +984,7 @@ class PrivateTraining:
             )
 
     def _ready(self) -> None:
-        """Prepare the next step. Raises UserError if no step can be taken."""
-        if not self.remaining_steps:
-            raise UserError(f"step: all {self.plan.steps:,} steps of the plan are done")
+        """Prepare the next step. Raises UserError if the run cannot continue."""
         if (begun := self._recipe.score) is not None and self._scored is None:
             raise UserError(
                 f"step: the run was begun with scores every {begun.every:,} steps on "
@@ -1035,6 +1047,18 @@ class PrivateTraining:
                 )
         return bool(told[0]["due"])
 
+    def _look_after(self) -> None:
+        """Warn if the script changed the model of a finished run."""
+        ended = self._started and self._loop is None and not self.remaining_steps
+        if ended and not self._warned and "parameters" in self._learner.changed():
+            self._warned = True
+            warnings.warn(
+                "the model changed after the last step. The guarantee is that of the weights in "
+                f"{self.run.model_folder}, and does not cover this model if private records were "
+                "used, as by loss.backward() and optimizer.step(): leave these calls out",
+                stacklevel=3,
+            )
+
     def _finish(self) -> None:
         """Save the model, write the summary, and close the run."""
         assert self._loop is not None
@@ -1043,9 +1067,26 @@ class PrivateTraining:
             self._loop.finish()
             self.close()
             self._evaluate_public()
+            if self._workers.first:
+                self._warn_if_empty()
             if self.trackers and self._workers.first:
                 told = History(self.run.history).columns(self._done)
                 track_script(self.run, self.trackers, told)
+
+    def _warn_if_empty(self) -> None:
+        """Warn if the released weights, or public records, suggest that nothing was learned."""
+        path, growth = self.run.evaluation, self._learner.growth
+        texts = evaluation_doubts(read_json(path)) if path.exists() else []
+        if growth > _MUCH:
+            texts += [
+                f"the trained weights are {growth:,.0f} times as large as the first ones: the "
+                "learning rate may be too high for the noise"
+            ]
+        if texts:
+            warnings.warn(f"{self.run.path}: {'; '.join(texts)}", stacklevel=2)
+
+
+_MUCH = 30  # times the norm of the first weights; useful models had up to 17 times, at rate 4
 
 
 def _check_same_start(training: PrivateTraining) -> None:

@@ -189,7 +189,6 @@ class FunctionSearch(Search):
     def _run_trials(self, executor: Executor, concurrent: int) -> None:
         path = sent_file(self.folder)
         write_atomic(path, self._sent)
-        path.chmod(0o600)
         try:
             super()._run_trials(executor, concurrent)
         finally:
@@ -631,7 +630,9 @@ def trainable(
 
     Any searcher, scheduler and logger of Ray Tune may follow. A trial reports `score`, `steps` and
     `privacy`: a function ten times, with a checkpoint of model, optimizer and `state`, so that
-    trials may be paused, cloned and changed (ASHA, PBT); a recipe at each rung of `tune.asha`.
+    trials may be paused, cloned and changed (ASHA, PBT); a recipe at each rung of `tune.asha`. The
+    run folder of a trial that was stopped or cloned is not finished: its model's `state_dict` is
+    "model" in the file state.pt of Ray's checkpoint.
 
     Args:
         train: the same function of a config, or recipe, as for `tune`.

@@ -202,7 +202,6 @@ def ensure_manifest(folder: SearchFolder, tune: TuneRecipe, key: bytes) -> None:
         for t in draw_trials(tune, key)
     ]
     write_json(folder.manifest, {"format": FORMAT, "trials": trials})
-    folder.manifest.chmod(0o600)
 
 
 def read_trials(folder: SearchFolder) -> list[Trial]:

@@ -334,7 +334,6 @@ class Search:
         ):
             if (source.private / name).exists():
                 write_atomic(target.private / name, (source.private / name).read_bytes())
-                (target.private / name).chmod(0o600)
         shutil.rmtree(target.model_folder, ignore_errors=True)
         shutil.copytree(source.model_folder, target.model_folder)
         for extra in sorted(source.private.glob("hidden*")):

@@ -425,13 +425,14 @@ def predict_command(
         recipe = folder.read_recipe()
         saved = _saved_run(folder, recipe)
     tokens, targets = saved.tokens, saved.targets
-    _require_inputs(files, texts, tokens, saved.path)
+    _require_inputs(files, texts, tokens or saved.counts_words, saved.path)
     if tokens:
         answerer = release.text_answerer if release is not None else _text_answerer(recipe, saved)
         _answer_texts(answerer, targets, _documents(files, texts), as_json)
         return
+    given_inputs = [*(files or ()), *(texts or ())]
     if targets != "class":
-        _tell_values(saved, files or [], as_json)
+        _tell_values(saved, given_inputs, as_json)
         return
     if recipe is not None and recipe.method.capabilities.not_releasable_reason is not None:
         from dpdist.training.ensembles import QueryOracle
@@ -441,9 +442,9 @@ def predict_command(
                 "--set certify, --label-only: must be left out: the answers of this run have no "
                 "certificate"
             )
-        _predict_with_paid_answers(QueryOracle(recipe, folder), saved, files or [], as_json)
+        _predict_with_paid_answers(QueryOracle(recipe, folder), saved, given_inputs, as_json)
         return
-    _predict_smoothed(saved, files or [], given, label_only, as_json)
+    _predict_smoothed(saved, given_inputs, given, label_only, as_json)
 
 
 def _write_texts(
@@ -544,6 +545,12 @@ class _SavedModel:
     bounded: bool  # whether inputs are in [0, 1]
     columns: Any  # names of the features of a table
 
+    @property
+    def counts_words(self) -> bool:
+        """Return whether its only feature is a text, whose words are counted."""
+        rules = [*self.columns.feature_rules.values()]
+        return len(rules) == 1 and bool(rules[0].text)
+
 
 def _saved_release(release: Release) -> _SavedModel:
     about = release.description
@@ -588,7 +595,11 @@ def _saved_run(folder: RunFolder, recipe: Any) -> _SavedModel:
 
 
 def _predict_smoothed(
-    saved: _SavedModel, files: list[Path], given: dict[str, Any], label_only: bool, as_json: bool
+    saved: _SavedModel,
+    files: Sequence[Path | str],
+    given: dict[str, Any],
+    label_only: bool,
+    as_json: bool,
 ) -> None:
     """Print label and radius of inputs; only the label of a model without noise."""
     from dpdist import models
@@ -638,7 +649,7 @@ def _plain_outputs(model: nn.Module, inputs: list[tuple[str, Tensor]]) -> Tensor
         return outputs
 
 
-def _tell_values(saved: _SavedModel, files: list[Path], as_json: bool) -> None:
+def _tell_values(saved: _SavedModel, files: Sequence[Path | str], as_json: bool) -> None:
     """Print the outputs of a model of numbers, or which labels of a model of labels are 1."""
     from dpdist import models
 
@@ -676,7 +687,7 @@ def _tell_plain_labels(
 
 
 def _predict_with_paid_answers(
-    oracle: QueryOracle, saved: _SavedModel, files: list[Path], as_json: bool
+    oracle: QueryOracle, saved: _SavedModel, files: Sequence[Path | str], as_json: bool
 ) -> None:
     """Print answers that use the run's budget; repeated images get their previous answer."""
     import torch
@@ -704,11 +715,12 @@ _TABLES = (".csv", ".jsonl", ".parquet")
 
 
 def _read_inputs(
-    saved: _SavedModel, files: list[Path], shape: tuple[int, ...]
+    saved: _SavedModel, given: Sequence[Path | str], shape: tuple[int, ...]
 ) -> list[tuple[str, Tensor]]:
-    """Return name and input of each file; for a table, those of each row (FILE:ROW)."""
+    """Return name and input of each file or text; for a table, those of each row (FILE:ROW)."""
     from dpdist.certification.predict import to_model_input
 
+    files = [each for each in given if isinstance(each, Path)]
     if not saved.bounded and any(file.suffix not in (*_TABLES, ".npy") for file in files):
         console.log(
             "images: pixels are divided by 255; check that this is how your script scaled its "
@@ -717,10 +729,13 @@ def _read_inputs(
     if saved.pictures is not None:
         console.log(f"{saved.pictures.describe(shape)}, as the test inputs were")
     inputs = []
-    for file in files:
-        rows = _read_rows(saved, file) if file.suffix.lower() in _TABLES else None
+    for file in given:
         try:
-            if rows is None:
+            if isinstance(file, str):
+                rows = [(quoted(file), _transformed(saved, file))]
+            elif file.suffix.lower() in _TABLES:
+                rows = _read_rows(saved, file, shape)
+            else:
                 rows = [(str(file), _read_array(saved, file, shape))]
             inputs += [(n, to_model_input(x, shape, bounded=saved.bounded)) for n, x in rows]
         except ValueError as error:
@@ -728,15 +743,24 @@ def _read_inputs(
     return inputs
 
 
-def _read_rows(saved: _SavedModel, file: Path) -> list[tuple[str, Any]]:
+def _read_rows(saved: _SavedModel, file: Path, shape: tuple[int, ...]) -> list[tuple[str, Any]]:
     """Return name and values of each row of a table of features."""
+    from dpdist.data.discovery import feature_columns
     from dpdist.data.parquet import Columns, read_features
+    from dpdist.data.tables import open_table
 
-    if not (saved.columns and saved.columns.features):
+    label, features = saved.columns.label, tuple(saved.columns.features)
+    if not features and not saved.bounded and len(shape) == 1:  # a script's, without names
+        features = feature_columns(open_table(file), label)
+        console.log(
+            f"{file}: its columns of numbers, except {label!r}, are the inputs in their order; "
+            "check that your script had this order and scaling, which dpdist does not know"
+        )
+    if not features:
         raise UserError(f"{file}: must be an image or an array: the model does not read features")
     columns = Columns(
-        label=saved.columns.label,
-        features=tuple(saved.columns.features),
+        label=label,
+        features=features,
         preprocessing=tuple(saved.columns.preprocessing.items()),
     )
     return [(f"{file}:{number}", row) for number, row in enumerate(read_features(file, columns))]
@@ -747,9 +771,10 @@ def _read_array(saved: _SavedModel, file: Path, shape: tuple[int, ...]) -> Any:
     import numpy as np
 
     from dpdist.data.parquet import decode_picture
-    from dpdist.data.preprocessing import Preprocessing
 
     try:
+        if saved.counts_words and file.suffix != ".npy":
+            return _transformed(saved, read_text(file).removesuffix("\n"))
         if file.suffix != ".npy":
             pixels = decode_picture(read_bytes(file, MAX_JSON_BYTES))
             return pixels if saved.pictures is None else saved.pictures.fit(pixels, shape)
@@ -758,5 +783,12 @@ def _read_array(saved: _SavedModel, file: Path, shape: tuple[int, ...]) -> Any:
         raise
     except Exception as error:  # numpy raises many types for damaged files
         raise UserError(f"{file}: is not a readable image: {error_text(error)}") from error
-    rules = saved.columns.feature_rules if saved.columns is not None else None
-    return Preprocessing(rules).transform_record(values) if rules else values
+    return _transformed(saved, values)
+
+
+def _transformed(saved: _SavedModel, record: Any) -> Any:
+    """Return the inputs of a record's raw values by the model's preprocessing, if it has any."""
+    from dpdist.data.preprocessing import Preprocessing
+
+    rules = saved.columns.feature_rules
+    return Preprocessing(rules).transform_record(record) if rules else record

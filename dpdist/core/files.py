@@ -284,11 +284,16 @@ def write_files_atomic(files: Mapping[Path, str]) -> None:
 
 @contextmanager
 def atomic_replacement(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Yield a path for a file that then replaces `path` as in `write_atomic`."""
+    """Yield a path for a file that then replaces `path` as in `write_atomic`.
+
+    Anywhere in a folder `private` of mode 0700 it gets mode 0600.
+    """
     make_folder(path.parent)
     aside = _temporary_sibling(path)
     try:
         yield aside
+        if any(each.name == "private" and not each.stat().st_mode & 0o77 for each in path.parents):
+            aside.chmod(0o600)
         if durable:
             fsync_path(aside)
         os.replace(aside, path)
@@ -311,6 +316,11 @@ def write_result(path: Path, data: bytes | str) -> None:
     write_atomic(target, raw)
 
 
+def own_only(path: str, flags: int) -> int:
+    """Open a file, which is created for its owner only: the `opener` of `open`."""
+    return os.open(path, flags, 0o600)
+
+
 def write_secret_once(path: Path, text: str) -> None:
     """Write a secret at `path`, atomically and for its owner only, unless a file exists.
 
@@ -320,7 +330,7 @@ def write_secret_once(path: Path, text: str) -> None:
         return
     aside = _temporary_sibling(path)
     try:
-        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        with open(aside, "x", opener=own_only) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

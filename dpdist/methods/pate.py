@@ -455,7 +455,6 @@ class PATEExecution(Execution[PATE]):
             buffer = io.BytesIO()
             np.save(buffer, count_votes(teachers.class_scores(inputs)))
             write_atomic(path, buffer.getvalue())
-            path.chmod(0o600)
         votes: np.ndarray = np.load(path, allow_pickle=False)
         if votes.shape != (len(inputs), classes):
             raise UserError(f"{path}: damaged: remove it to let the teachers vote again")

@@ -6,6 +6,7 @@ Each clause is built from the values in the rest of the report; warnings come fi
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -135,19 +136,27 @@ _HUGE_LOSS = 10  # times the loss of equal probabilities for all classes
 def _doubtful(facts: Results) -> list[tuple[Severity, str]]:
     """Return clauses for results that suggest a mistake in units or data."""
     texts = [text for table in facts.tables for text in statistics.doubts(table)]
-    about = facts.evaluation
-    if about is not None and facts.next_token_count is None and "correct" in about:
-        counts = [inputs for inputs, _ in about.get("by_class", [])]
-        measured = about["correct"], about["inputs"], max(counts, default=0)
-        if counts and (doubt := statistics.commonest_class_doubt(*measured)):
-            texts.append(doubt)
-        loss, classes = about.get("cross_entropy"), max(2, len(counts))
-        if loss is not None and loss > _HUGE_LOSS * math.log(classes):
-            texts.append(
-                f"its loss is huge ({loss:.3g}), so the test inputs may be scaled differently than "
-                "the training inputs"
-            )
+    texts += evaluation_doubts(facts.evaluation or {})
     return [("caution", text) for text in texts]
+
+
+def evaluation_doubts(about: Mapping[str, Any]) -> list[str]:
+    """Return what is doubtful about a model's answers on test inputs with classes.
+
+    about: the content of evaluation.json.
+    """
+    counts = [inputs for inputs, _ in about.get("by_class", [])]
+    if not counts:
+        return []
+    doubt = statistics.commonest_class_doubt(about["correct"], about["inputs"], max(counts))
+    texts, loss = [] if doubt is None else [doubt], about.get("cross_entropy", 0.0)
+    if loss is None or loss > _HUGE_LOSS * math.log(max(2, len(counts))):
+        texts.append(
+            f"its loss is {'not finite' if loss is None else f'huge ({loss:.3g})'}: the learning "
+            "rate may be too high, or the test inputs are scaled differently than the training "
+            "inputs"
+        )
+    return texts
 
 
 def _privacy_clauses(facts: Results) -> list[tuple[Severity, str]]:

@@ -446,7 +446,8 @@ class RunFolder:
         if not self.training_summary.exists():
             raise UserError(
                 f"{self.path}: training is not finished; repeat the command or script that started "
-                "it (in a loop that stops early, call training.finish())"
+                "it (in a loop that stops early, call training.finish(); if Ray Tune stopped or "
+                "cloned a trial, load the model from Ray's checkpoint)"
             )
         return TrainingSummary.read_keys(self.training_summary)
 

@@ -20,6 +20,7 @@ from dpdist.core.fields import weakest
 from dpdist.core.files import (
     MissingFileError,
     finite_or_none,
+    own_only,
     parse_json,
     read_json,
     read_text,
@@ -55,7 +56,9 @@ class Monitor:
     def __init__(self, job: TrainJob, steps: int, start: int) -> None:
         self.folder, self.steps, self.start = job.folder, steps, start
         self.started_at = self.last_progress_at = time.monotonic()
-        self.metrics = open(job.folder.metrics, "a", buffering=1)  # noqa: SIM115
+        self.metrics = open(  # noqa: SIM115
+            job.folder.metrics, "a", buffering=1, opener=own_only
+        )
         self._write_progress(start)
 
     def record_step(self, step: int, metrics: StepMetrics) -> None:
@@ -147,7 +150,7 @@ def append_group(folder: RunFolder, group: WorkerGroup) -> None:
     """Record a group of workers, with the steps that the interruption before it saved."""
     group = replace(group, saved=group.saved or take_interruption(folder, group.step))
     line = {name: value for name, value in asdict(group).items() if name != "saved" or value}
-    with open(folder.worker_groups, "a") as file:
+    with open(folder.worker_groups, "a", opener=own_only) as file:
         file.write(json.dumps(line) + "\n")
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.core.errors import UserError
+from dpdist.core.files import own_only
 from dpdist.data.protocol import Records, fields_of
 from dpdist.models.signature import Signature, plain_outputs
 from dpdist.privacy.guarantee import FIXED_KEY, Guarantee, format_epsilon
@@ -104,7 +105,7 @@ class History:
 
     def add(self, **values: Any) -> None:
         """Append values of a step to those it has."""
-        with open(self._path, "a") as file:
+        with open(self._path, "a", opener=own_only) as file:
             file.write(json.dumps(values) + "\n")
 
     def columns(self, done: int) -> dict[str, list[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -70,6 +71,7 @@ class ScriptLearner:
         self._form = form_of(model)
         self.given = given_settings(model, optimizer, self.objects)
         self.initial, self.stopped, self.noisy_norm = "", False, 0.0
+        self._first_norm = _norm_of(model)
         self.spec: ModelSpec
         self.plan: PrivacyPlan
         self._watch: Watch
@@ -145,6 +147,11 @@ class ScriptLearner:
             parameter.grad = None
         advance_spectral_norms(self.model)
         self._watch.remember()
+
+    @property
+    def growth(self) -> float:
+        """Return the norm of all parameters, relative to that before the training."""
+        return _norm_of(self.model) / (self._first_norm or math.inf)
 
     def not_finite(self, number: int, last: bool) -> str:
         """Return which numbers are not finite after a step, with a verb; "" if all are."""
@@ -240,6 +247,12 @@ class ScriptLearner:
                 stacklevel=2,
             )
         self.given = begun["given"]
+
+
+@torch.no_grad()
+def _norm_of(model: nn.Module) -> float:
+    numbers = (each for each in model.parameters() if each.is_floating_point())
+    return math.hypot(*(float(each.norm(dtype=torch.float32)) for each in numbers))
 
 
 def is_finite(values: Tensor) -> bool:

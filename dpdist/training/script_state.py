@@ -254,7 +254,8 @@ class Watch:
 
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+        both = isinstance(one, Tensor) and isinstance(other, Tensor)
+        return both and one.shape == other.shape and torch.equal(one, other.to(one))
     return bool(one == other)
 
 

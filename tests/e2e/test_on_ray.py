@@ -61,10 +61,14 @@ def test_a_recipe_is_stopped_early_and_chosen_by_optuna(
     assert NOT_PRIVATE in done.out and done.out.count("training.learning_rate") == 4
 
 
+def points() -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.rand(160, 6, generator=torch.Generator().manual_seed(1))
+    return inputs, (inputs.sum(1) > 3).long()
+
+
 def wrapped(folder: Path) -> Any:
     """A function as Ray Tune gets it, by value: no process of Ray's can import this file."""
-    inputs = torch.rand(160, 6, generator=torch.Generator().manual_seed(1))
-    labels = (inputs.sum(1) > 3).long()
+    inputs, labels = points()
 
     def build(config: Any) -> dpdist.PrivateTraining:
         model = torch.nn.Linear(6, 2)
@@ -80,7 +84,10 @@ def wrapped(folder: Path) -> Any:
 
 @pytest.mark.nightly
 def test_trainings_are_cloned_and_changed_by_population_based_training(session, tmp_path):
-    """A clone goes on with the weights of the other trial, under a rate of its own."""
+    """A clone goes on with the weights of the other trial, under a rate of its own.
+
+    The checkpoint has the model of the score.
+    """
     from ray import tune
     from ray.tune.schedulers import PopulationBasedTraining
 
@@ -101,4 +108,10 @@ def test_trainings_are_cloned_and_changed_by_population_based_training(session, 
     started = [len(list(trial.iterdir())) for trial in (tmp_path / "runs").iterdir()]
     assert max(started) > 1, "no trial took another's checkpoint over"
     best = grid.get_best_result()
-    assert best.metrics["privacy"] == NOT_PRIVATE and 0 <= best.metrics["score"] <= 1
+    assert best.metrics["privacy"] == NOT_PRIVATE
+    model = torch.nn.Linear(6, 2)
+    with best.checkpoint.as_directory() as kept:
+        model.load_state_dict(torch.load(f"{kept}/state.pt", weights_only=True)["model"])
+    inputs, labels = points()
+    right = model(inputs[120:]).argmax(1) == labels[120:]
+    assert best.metrics["score"] == pytest.approx(float(right.float().mean()))

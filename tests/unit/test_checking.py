@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+from support.folder_contents import contents
 from torch import Tensor, nn
 
 import dpdist
@@ -41,6 +42,30 @@ def test_what_trains_has_no_problem_and_is_left_as_it_was() -> None:
     assert model.idle.requires_grad
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert dpdist.check(model, optimizer, (INPUTS, LABELS))  # without settings
+
+
+def test_a_run_in_the_folder_is_compared_and_left_as_it_was(tmp_path) -> None:
+    def found(rate: float, data: Any = (INPUTS, LABELS), **more: Any) -> dpdist.CheckResult:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(243, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        return dpdist.check(model, optimizer, data, folder=tmp_path / "own", **SETTINGS | more)
+
+    assert found(0.2) and not any(tmp_path.iterdir())
+    model = nn.Sequential(nn.Flatten(), nn.Linear(243, 3))
+    training = dpdist.PrivateTraining(
+        model, _sgd(model), (INPUTS, LABELS), loss="cross-entropy", folder=tmp_path / "own",
+        **SETTINGS,
+    )  # fmt: skip
+    training.step()
+    training.close()
+    before = contents(tmp_path)
+    assert found(0.1)
+    for other, key in (
+        (found(0.2), "optimizer.lr"), (found(0.1, steps=3), "steps"),
+        (found(0.1, (INPUTS + 0.1, LABELS)), "changed"),
+    ):  # fmt: skip
+        assert [key in each for each in other.problems] == [True], other
+    assert contents(tmp_path) == before
 
 
 def test_all_problems_are_listed_with_their_cures() -> None:

@@ -241,6 +241,22 @@ def test_raw_rows_are_predicted_on_by_a_run_and_its_release(visits):
     assert read.all(dim=1).any()
 
 
+def test_a_model_of_counted_words_answers_texts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("notes").mkdir()
+    for split in ("train", "test"):
+        rows = [f"cough {split} {n},1\nfine {split} {n},0" for n in range(20)]
+        Path(f"notes/{split}.csv").write_text("\n".join(["note,label", *rows]))
+    columns = {"features": ["note"], "preprocessing": {"note": {"text": 16}}}
+    data = {"name": "notes", "root": ".", "classes": 2, "columns": columns}
+    recipe, folder = make(Path("runs"), "notes", data=data, model={"name": "linear"})
+    train(recipe, folder)
+    Path("new.csv").write_text("note\nA fine cough\n")
+    Path("new.txt").write_text("A fine cough\n")
+    row, file, text = predicted(folder.path, "new.txt", "--text", "A fine cough")
+    assert row["probabilities"] == file["probabilities"] == text["probabilities"]
+
+
 def predicted(where: Path, *more: str) -> list[dict[str, Any]]:
     said = invoke("predict", str(where), "new.csv", "--json", *more)
     return [json.loads(line) for line in said.splitlines()]

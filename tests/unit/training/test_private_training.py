@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,17 @@ def test_the_folder_is_an_ordinary_run(tmp_path, monkeypatch, capsys):
         done = command(monkeypatch, capsys, tmp_path, *words)
         assert done.code == 0, (words, done.out + done.err)
     assert t.run.report_file.exists() and list(t.run.certificates.glob("*/certificates.parquet"))
+
+
+def test_columns_of_a_table_are_inputs_in_their_order(tmp_path, monkeypatch, capsys):
+    t = training(tmp_path / "own", factory=f"{__name__}:net")
+    run, inputs = t.run_all(), rows()[0][:3]
+    lines = [",".join(map(str, [*row.tolist(), 1])) for row in inputs]
+    (tmp_path / "new.csv").write_text("\n".join(["z,y,x,c,b,a,label", *lines]))
+    done = command(monkeypatch, capsys, tmp_path, "predict", run.path, "new.csv", "--json")
+    assert done.code == 0, done.err
+    shares = [json.loads(line)["probabilities"]["1"] for line in done.out.splitlines()]
+    assert shares == pytest.approx(t.model.eval()(inputs).softmax(1)[:, 1].tolist(), abs=1e-5)
 
 
 MINE = """
@@ -287,6 +299,20 @@ def test_a_change_before_an_early_end_or_a_checkpoint_is_on_the_card(tmp_path, t
     assert torch.equal(flat(again.model), kept)
 
 
+def test_a_change_after_the_last_step_is_on_the_card_or_not_in_the_run(tmp_path):
+    t = training(tmp_path / "open")
+    with t.finishing_later():
+        t.run_all()
+    t.model.first.weight.data.mul_(0.5)
+    assert dpdist.load_results(t.finish()).guarantee.kind == "assumed: post-processing"
+    for t in ended(training(tmp_path / "closed")), training(tmp_path / "closed"):
+        t.model.double()
+        assert t.guarantee.kind == "proved"
+        t.model.first.weight.data.mul_(0.5)
+        with pytest.warns(UserWarning, match="after the last step"):
+            assert t.guarantee.kind == "proved"
+
+
 @pytest.mark.parametrize(("scale", "kind"), [(1.0, "proved"), (0.5, "assumed: post-processing")])
 def test_weights_that_are_put_back_hide_no_change(tmp_path, scale, kind):
     t = training(tmp_path / "run")
@@ -298,6 +324,17 @@ def test_weights_that_are_put_back_hide_no_change(tmp_path, scale, kind):
     t.put_back(kept)
     t.step()
     assert t.guarantee.kind == kind
+
+
+@pytest.mark.parametrize(("rate", "flip"), [(0.3, 0), (1e4, 0), (0.3, 1)])
+def test_a_result_without_content_is_warned_of(tmp_path, rate, flip):
+    model, (inputs, labels) = Net(), rows(200, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    public = {"eval_data": (inputs, 1 - labels)} if flip else {}
+    with warnings.catch_warnings(record=True) as told:
+        training(tmp_path / "own", model, optimizer, **public).run_all()
+    texts = " ".join(str(each.message) for each in told)
+    assert ("learning rate" in texts, "commonest class" in texts) == (rate > 1, flip == 1)
 
 
 def test_only_the_gradient_that_was_released_is_read(tmp_path, undisturbed):
