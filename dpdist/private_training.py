@@ -9,7 +9,6 @@ only released fields of what `step` returned; other detected changes are on the 
 from __future__ import annotations
 
 import json
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -26,7 +25,7 @@ from dpdist.config.sections import PrivacyRecipe
 from dpdist.config.training import ResourcesRecipe, Stage
 from dpdist.core.console import Row, format_table, log
 from dpdist.core.errors import UserError
-from dpdist.core.script_errors import TrainingInterrupted, unfinished
+from dpdist.core.script_errors import TrainingInterrupted, unfinished, warn
 from dpdist.data.adapters import as_records
 from dpdist.data.protocol import Records, count_common, single_records
 from dpdist.evaluation import evaluate_stage
@@ -281,10 +280,9 @@ class PrivateTraining:
             self._asked: list[bool] = []  # of Ctrl-C, until all workers know
             self.trackers = [check_script_tracker(each, self.run) for each in trackers]
             if recipe.privacy.run_key is not None:
-                warnings.warn(
+                warn(
                     "privacy.run_key: is fixed, so this run is NOT PRIVATE (who knows the key can "
-                    "subtract the noise); leave it out outside of tests",
-                    stacklevel=2,
+                    "subtract the noise); leave it out outside of tests"
                 )
             self._planned(with_kept_score(recipe, self.run))
             if any(each["continued"] for each in self._workers.agree(continued=self._continued)):
@@ -1026,12 +1024,11 @@ class PrivateTraining:
             self._workers.agree()  # worker 0 has written
             if not self._warned and {"parameters", "optimizer state"} & {*changed}:
                 self._warned = True
-                warnings.warn(
+                warn(
                     "the model or the optimizer's state changed between two steps. Epsilon does "
                     "not cover it if private records were used, as by loss.backward() and "
                     "optimizer.step(): leave these calls out, since step() replaces them. The card "
-                    "states 'assumed: post-processing'",
-                    stacklevel=2,
+                    "states 'assumed: post-processing'"
                 )
         return bool(told[0]["due"])
 
