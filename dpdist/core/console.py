@@ -16,7 +16,7 @@ import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_UP, Context, Decimal
 from typing import Any, NamedTuple, Protocol, SupportsFloat
 
 # --- messages, progress and tables ------------------------------------------------------------
@@ -204,21 +204,26 @@ def format_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 # --- numbers as text --------------------------------------------------------------------------
 
 
-def format_percent(fraction: SupportsFloat, digits: int = 2, *, round_up: bool = False) -> str:
-    """Return a fraction in %, without the sign, rounded down.
-
-    So only 1 is shown as 100, and a lower bound is never overstated.
+def format_percent(
+    fraction: SupportsFloat, digits: int = 2, *, round_down: bool = False, round_up: bool = False
+) -> str:
+    """Return a fraction in %, without the sign, rounded to the nearest; only 1 is shown as 100.
 
     Args:
         fraction: between 0 and 1.
         digits: number of decimals.
+        round_down: round down instead, for a lower bound such as a certified accuracy.
         round_up: round up instead, for an upper bound.
 
     Example:
-        >>> format_percent(0.9996, 1), format_percent(0.29), format_percent(1e-9, round_up=True)
-        ('99.9', '29.00', '0.01')
+        >>> format_percent(0.7639, 1), format_percent(0.7639, 1, round_down=True)
+        ('76.4', '76.3')
+        >>> format_percent(0.9996, 1), format_percent(1e-9, round_up=True)
+        ('99.9', '0.01')
     """
-    return _rounded(Decimal(repr(float(fraction))) * 100, digits, round_up)
+    percent, step = Decimal(repr(float(fraction))) * 100, Decimal(1).scaleb(-digits)
+    one_way = round_down or round_up or 100 - step < percent < 100
+    return _rounded(percent, digits, _direction(round_up) if one_way else ROUND_HALF_UP)
 
 
 def format_bound(number: SupportsFloat, digits: int = 3, *, round_up: bool = False) -> str:
@@ -228,7 +233,7 @@ def format_bound(number: SupportsFloat, digits: int = 3, *, round_up: bool = Fal
         >>> format_bound(0.9996), format_bound(0.0001, round_up=True)
         ('0.999', '0.001')
     """
-    return _rounded(Decimal(repr(float(number))), digits, round_up)
+    return _rounded(Decimal(repr(float(number))), digits, _direction(round_up))
 
 
 def format_significant(number: SupportsFloat, digits: int = 4, *, round_down: bool = False) -> str:
@@ -261,12 +266,16 @@ def format_confidence(error: SupportsFloat) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def _rounded(number: Decimal, digits: int, round_up: bool) -> str:
-    """Return a decimal number rounded in one direction: 0.29 is 29 %, not a little less."""
+def _direction(round_up: bool) -> str:
+    return ROUND_CEILING if round_up else ROUND_FLOOR
+
+
+def _rounded(number: Decimal, digits: int, rounding: str) -> str:
+    """Return a decimal number rounded by a rule of `decimal`: 0.29 is 29 %, not a little less."""
     if not number.is_finite():
         return str(float(number))
     step = Decimal(1).scaleb(-digits)
-    return f"{number.quantize(step, rounding=ROUND_CEILING if round_up else ROUND_FLOOR):f}"
+    return f"{number.quantize(step, rounding=rounding):f}"
 
 
 def format_exact(number: float) -> str:
