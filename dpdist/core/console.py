@@ -22,9 +22,18 @@ from typing import Any, NamedTuple, Protocol, SupportsFloat
 # --- messages, progress and tables ------------------------------------------------------------
 
 
+_ERASE = "\r\x1b[2K"  # the terminal's row
+_live: list[str] = []  # the progress line in the terminal's last row, if there is one
+
+
 def log(text: str) -> None:
-    """Print a line to standard error; results go to standard output."""
-    print(text, file=sys.stderr, flush=True)
+    """Print a line to standard error, above a progress line; results go to standard output."""
+    print(f"{erasure()}{text}\n{''.join(_live)}", end="", file=sys.stderr, flush=True)
+
+
+def erasure() -> str:
+    """Return what erases the progress line from the terminal; it is empty without one."""
+    return _ERASE * len(_live)
 
 
 def print_json(value: Any) -> None:
@@ -50,24 +59,26 @@ class ShowProgress(Protocol):
 def progress(title: str, unit: str, rate_unit: str | None = None) -> Iterator[ShowProgress]:
     """Yield a callback (done, total, rate, stage) that updates one line of the terminal.
 
-    On a terminal the line is rewritten; elsewhere a line is printed every ten seconds. It shows
-    only progress: losses and accuracies on training data are private.
+    On a terminal the line is rewritten, cut to its width, and at the end replaced by the final
+    state; elsewhere a line is printed every ten seconds. It shows only progress: losses and
+    accuracies on training data are private.
 
     rate: `unit` per second, or `rate_unit` per second; with the latter the time left is computed
     from the pace since the first call, whose `done` may be from an earlier session. stage: text
     after the numbers.
     """
     live = sys.stderr.isatty()
-    last_shown = last_length = 0.0
+    last_shown = 0.0
     began = time.monotonic()
     first: tuple[int, float] | None = None  # what was done when, at the first call
     final = ""
 
     def show(done: int, total: int, rate: float, stage: str = "", /) -> None:
-        nonlocal first, last_shown, last_length, final
+        nonlocal first, last_shown, final
         now = time.monotonic()
         if first is None:
             first = done, now
+        final = f"{title}: {done:,} of {total:,} {unit} in {_format_duration(now - began)}"
         if done < total and now - last_shown < (0.2 if live else 10.0):
             return
         pace = rate if rate_unit is None else (done - first[0]) / max(now - first[1], 1e-9)
@@ -77,21 +88,21 @@ def progress(title: str, unit: str, rate_unit: str | None = None) -> Iterator[Sh
         shown = f"{rate:,.1f}" if rate >= 1 or not rate else f"{rate:.2g}"
         line += f", {shown} {rate_unit or unit}/s, {left} left"
         line += f"; {stage}" if stage else ""
-        final = f"{title}: {done:,} of {total:,} {unit} in {_format_duration(now - began)}"
         last_shown = now
-        if live:
-            sys.stderr.write("\r" + line.ljust(int(last_length)))
-            sys.stderr.flush()
-            last_length = len(line)
+        if live:  # "^C" has room behind it
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns or _MAX_WIDTH
+            _live[:] = [line[: columns - 3]]
+            print(_ERASE + _live[0], end="", file=sys.stderr, flush=True)
         elif done < total:
             log(line)
 
     try:
         yield show
     finally:
+        before = erasure()
+        _live.clear()
         if final:
-            sys.stderr.write(("\r" if live else "") + final.ljust(int(last_length)) + "\n")
-            sys.stderr.flush()
+            log(before + final)
 
 
 def _format_duration(seconds: float) -> str:

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Protocol
 from weakref import WeakSet
 
+from dpdist.core.console import erasure
 from dpdist.core.errors import ClusterError, ExitCode, UserError
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -28,6 +29,7 @@ def warn(text: str) -> None:
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and _is_library(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
+    print(erasure(), end="", file=sys.stderr)
     warnings.warn(text, stacklevel=level)
 
 
