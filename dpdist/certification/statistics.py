@@ -251,6 +251,14 @@ def doubts(found: CertificateTable) -> list[str]:
             "and radii are in these units: if they were normalized, certify images in 0 to 1 with "
             "normalize=(mean, std), or --normalize MEAN/STD"
         )
+    step = found.input_step
+    if step is not None and smallest_shown_radius(found) < step:
+        share = format_percent(found.certified_accuracy(step), 1, round_down=True)
+        texts.append(
+            f"the inputs are categories, counts or whole numbers, in steps of about {step:.2g}: a "
+            f"smaller radius covers no change of one, and {share} % of the inputs are certified at "
+            "that size"
+        )
     if lacks_classes(found):
         held, all_of = len(np.unique(found.label)), found.job_record["classes"]
         texts.append(
