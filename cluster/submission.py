@@ -208,6 +208,11 @@ def pack(spec: PackageSpec, target: Path, limit: int = MAX_PACKAGE_BYTES) -> Pac
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 _POLL = 1.0  # seconds
+_NO_AGENT = (
+    "the cluster's agent does not take jobs: it has just started, so submit again in a minute; or "
+    "another program on the head, such as a second Ray, uses the agent's port, 52365: end it, or "
+    "start Ray with --dashboard-agent-listen-port PORT"
+)
 FETCH = "fetch"  # metadata of a job that prints a run's publishable files
 _MAX_SILENCE_SECONDS = 300.0  # without an answer, before following ends
 
@@ -248,7 +253,10 @@ class JobClient:
                 see="how-to/cluster.md#submit-follow-fetch",
             ) from error
         except RuntimeError as error:
-            raise ClusterError(f"{self.address}: {_last_line(error)}") from error
+            text, see = _last_line(error), ""
+            if "No available agent" in text:
+                text, see = _NO_AGENT, "how-to/cluster.md#a-ray-cluster-that-you-already-have"
+            raise ClusterError(f"{self.address}: {text}", see=see) from error
 
     def submit(
         self,

@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import secrets
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,6 +26,7 @@ from dpdist.cluster.resumable_job import CHUNK_SECONDS
 from dpdist.config.training import ResourcesRecipe
 from dpdist.core.console import Row, format_html_table, format_table
 from dpdist.core.errors import UserError
+from dpdist.core.script_errors import warn
 from dpdist.data.dataset import Dataset
 from dpdist.data.parquet import Columns
 from dpdist.data.registry import BUILT_IN, DataSource
@@ -227,7 +227,7 @@ def certify(
             log=say,
         )
     for text in statistics.doubts(found):
-        warnings.warn(text, stacklevel=2)
+        warn(text)
     return CertificateTable(
         **{each.name: getattr(found, each.name) for each in dataclasses.fields(found)}
     )

@@ -9,7 +9,6 @@ only released fields of what `step` returned; other detected changes are on the 
 from __future__ import annotations
 
 import json
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,7 +26,7 @@ from dpdist.config.training import ResourcesRecipe, Stage
 from dpdist.core.console import Row, format_table, log
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_json
-from dpdist.core.script_errors import TrainingInterrupted, unfinished
+from dpdist.core.script_errors import TrainingInterrupted, unfinished, warn
 from dpdist.data.adapters import as_records
 from dpdist.data.protocol import Records, count_common, single_records
 from dpdist.evaluation import evaluate_stage
@@ -283,10 +282,9 @@ class PrivateTraining:
             self._asked: list[bool] = []  # of Ctrl-C, until all workers know
             self.trackers = [check_script_tracker(each, self.run) for each in trackers]
             if recipe.privacy.run_key is not None:
-                warnings.warn(
+                warn(
                     "privacy.run_key: is fixed, so this run is NOT PRIVATE (who knows the key can "
-                    "subtract the noise); leave it out outside of tests",
-                    stacklevel=2,
+                    "subtract the noise); leave it out outside of tests"
                 )
             self._planned(with_kept_score(recipe, self.run))
             if any(each["continued"] for each in self._workers.agree(continued=self._continued)):
@@ -1038,12 +1036,11 @@ class PrivateTraining:
             self._workers.agree()  # worker 0 has written
             if not self._warned and {"parameters", "optimizer state"} & {*changed}:
                 self._warned = True
-                warnings.warn(
+                warn(
                     "the model or the optimizer's state changed between two steps. Epsilon does "
                     "not cover it if private records were used, as by loss.backward() and "
                     "optimizer.step(): leave these calls out, since step() replaces them. The card "
-                    "states 'assumed: post-processing'",
-                    stacklevel=2,
+                    "states 'assumed: post-processing'"
                 )
         return bool(told[0]["due"])
 
@@ -1052,11 +1049,10 @@ class PrivateTraining:
         ended = self._started and self._loop is None and not self.remaining_steps
         if ended and not self._warned and "parameters" in self._learner.changed():
             self._warned = True
-            warnings.warn(
+            warn(
                 "the model changed after the last step. The guarantee is that of the weights in "
                 f"{self.run.model_folder}, and does not cover this model if private records were "
-                "used, as by loss.backward() and optimizer.step(): leave these calls out",
-                stacklevel=3,
+                "used, as by loss.backward() and optimizer.step(): leave these calls out"
             )
 
     def _finish(self) -> None:
@@ -1083,7 +1079,7 @@ class PrivateTraining:
                 "learning rate may be too high for the noise"
             ]
         if texts:
-            warnings.warn(f"{self.run.path}: {'; '.join(texts)}", stacklevel=2)
+            warn(f"{self.run.path}: {'; '.join(texts)}")
 
 
 _MUCH = 30  # times the norm of the first weights; useful models had up to 17 times, at rate 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dpdist import models
 from dpdist.core.errors import UserError
 from dpdist.core.files import atomic_folder, read_bytes, read_json, write_atomic, write_json
+from dpdist.core.script_errors import warn
 from dpdist.core.version import __version__
 from dpdist.privacy.card import PRIVACY_CARD, PRIVACY_CARD_TEXT, card_markdown, no_epsilon
 from dpdist.randomness.noise_location import find_noise_location
@@ -319,7 +319,7 @@ def write_adapter(
                     f"folder: must be new, got {target}, which has different content; choose a "
                     "different folder"
                 )
-        warnings.warn(f"{target}: has the same content; nothing was written", stacklevel=2)
+        warn(f"{target}: has the same content; nothing was written")
         return target
     with atomic_folder(target) as aside:
         aside.mkdir()

@@ -15,7 +15,6 @@ import secrets
 import shutil
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +31,7 @@ from dpdist.config.sections import PrivacyRecipe, as_privacy
 from dpdist.config.training import ResourcesRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.files import error_text, read_json, write_atomic, write_json
+from dpdist.core.script_errors import warn
 from dpdist.data.adapters import as_records
 from dpdist.data.protocol import Records, UserRecords, Users, count_common, single_records
 from dpdist.evaluation import evaluate_stage
@@ -592,10 +592,9 @@ def tune(
         search.check_budget("tune")
     search.begin()
     if search.recipe.privacy.run_key is not None:
-        warnings.warn(
+        warn(
             "privacy.run_key: is fixed, so this search is NOT PRIVATE; leave it out outside of "
-            "tests",
-            stacklevel=2,
+            "tests"
         )
     with run_session(run, search.recipe.resources.min_cpus, executor) as opened:
         search_stage(search, opened)

@@ -105,5 +105,5 @@ class AttackedCopies:
                 if sizes.is_valid:
                     share = float(np.mean(sizes.size_if_correct(table.label) >= self.spec.size))
                     name = f"{of}, {sizes.title}, {self.spec.norm} >= {size}"
-                    rows.append((name, f"{format_percent(share)} %"))
+                    rows.append((name, f"{format_percent(share, round_down=True)} %"))
         return rows

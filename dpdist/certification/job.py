@@ -154,13 +154,16 @@ class CertificationJob(JobSpec):
             )
         low, high = tables.input_range(self._dataset, self._indices)
         self._log(f"certifying: {tables.range_words(low, high, asked.sigma)}")
+        shape = list(self._assignment.input_shape)
+        step = None if len(shape) == 3 else tables.input_step(self._dataset, self._indices)
         labels = np.asarray(self._dataset.labels)[np.asarray(self._indices)]
         answers = self._clean_answers(assignment, spec)
         wrong = np.asarray(self._indices)[answers != labels].tolist()
         return {
             "seed": self._assignment.stream_keys.seed,
-            tables.INPUT_SHAPE: list(self._assignment.input_shape),
+            tables.INPUT_SHAPE: shape,
             tables.INPUT_RANGE: [low, high],
+            **({} if step is None else {tables.INPUT_STEP: step}),
             tables.CLEAN_WRONG: " ".join(map(str, wrong)),
             "classifier": spec.pinned_fields,
             "inputs": len(self._dataset.labels),  # so that readers detect missing rows

@@ -251,6 +251,14 @@ def doubts(found: CertificateTable) -> list[str]:
             "and radii are in these units: if they were normalized, certify images in 0 to 1 with "
             "normalize=(mean, std), or --normalize MEAN/STD"
         )
+    step = found.input_step
+    if step is not None and smallest_shown_radius(found) < step:
+        share = format_percent(found.certified_accuracy(step), 1, round_down=True)
+        texts.append(
+            f"the inputs are categories, counts or whole numbers, in steps of about {step:.2g}: a "
+            f"smaller radius covers no change of one, and {share} % of the inputs are certified at "
+            "that size"
+        )
     if lacks_classes(found):
         held, all_of = len(np.unique(found.label)), found.job_record["classes"]
         texts.append(
@@ -323,7 +331,7 @@ def smallest_shown_radius(table: CertificateTable) -> float:
 def certified_clause(found: CertificateTable) -> str:
     """Return the fraction of inputs certified at the smallest radius above 0, in words."""
     radius = smallest_shown_radius(found)
-    share = format_percent(found.certified_accuracy(radius), 1)
+    share = format_percent(found.certified_accuracy(radius), 1, round_down=True)
     return (
         f"correct and certified not to change within {norm_name(found.norm)} distance "
         f"{format_exact(radius)} on {share} % of {len(found.index):,}"
@@ -396,8 +404,8 @@ def population_row(certificates: CertificateTable) -> Row:
     if not stated:
         return Row(POPULATION, "not stated: the inputs lack classes, as they are in their order")
     shares = ", ".join(
-        f"{format_percent(each.accuracy_lower_bound)} % at {format_exact(each.radius)}"
-        for each in stated
+        f"{format_percent(at.accuracy_lower_bound, round_down=True)} % at {format_exact(at.radius)}"
+        for at in stated
     )
     return Row(POPULATION, f"{shares} ({100 * (1 - ERROR):g} %, all radii together)")
 

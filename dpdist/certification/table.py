@@ -32,6 +32,7 @@ TABLE = "certificates.parquet"
 KEY = b"dpdist.certification"
 # Entries of a table's record: what was measured of its inputs before they were certified.
 INPUT_SHAPE, INPUT_RANGE, CLEAN_WRONG = "input_shape", "input_range", "clean_wrong"
+INPUT_STEP = "input_step"
 
 
 # Type and least value of each column that every table has.
@@ -286,6 +287,16 @@ class CertificateTable:
         return None if stated is None else (stated[0], stated[1])
 
     @property
+    def input_step(self) -> float | None:
+        """Return the size of the smallest change of a category or count, a float in input units.
+
+        It is that of most of 100 certified inputs. None if they are images, or continuous. You need
+        the inputs to check it.
+        """
+        stated: float | None = self.job_record.get(INPUT_STEP)
+        return stated
+
+    @property
     def holds_images(self) -> bool:
         """Return whether the certified inputs have the shape of images, a bool."""
         return len(self.job_record.get(INPUT_SHAPE, ())) == 3
@@ -445,6 +456,25 @@ def input_range(dataset: Any, indices: Sequence[int]) -> tuple[float, float]:
         batch = dataset.batch(some[start : start + 100])
         low, high = min(low, float(batch.min())), max(high, float(batch.max()))
     return low, high
+
+
+def input_step(dataset: Any, indices: Sequence[int]) -> float | None:
+    """Return the size of a change by 1 of the categories or counts that inputs are, or None.
+
+    It is 1 if half of the values that vary are whole numbers in up to 100 of the chosen inputs,
+    spread out; and if most of these are whole multiples of a number each, as counts of norm 1 are,
+    it is the median of these numbers.
+    """
+    places = np.linspace(0, len(indices) - 1, min(len(indices), 100)).astype(np.int64)
+    inputs = dataset.batch(np.asarray(indices)[places]).flatten(1).numpy()
+    values = inputs[:, np.ptp(inputs, axis=0) > 0]
+    if np.mean((values == np.rint(values)).all(0) if values.size else False) >= 0.5:
+        return 1.0
+    unit = np.min(values, axis=1, where=values > 0, initial=np.inf)
+    times = values / unit[:, None]
+    counts = np.isclose(times, np.rint(times), rtol=0, atol=1e-4).all(1) & np.isfinite(unit)
+    counts &= np.count_nonzero(values, axis=1) > 1  # one number is a multiple of itself
+    return float(np.median(unit[counts])) if 2 * counts.sum() > len(counts) else None
 
 
 def range_words(low: float, high: float, sigma: float | None) -> str:

@@ -576,10 +576,8 @@ def _vote_rows(
     rows.append(("right", f"{format_percent((each.prediction == votes.label).mean())} %"))
     for one, scope in zip(certificates, ("", ", of all inputs together"), strict=False):
         for radius in one.max_changes:
-            shares = ", ".join(
-                f"{format_percent(one.certified_accuracy(votes.label, k, radius))} % at {k}"
-                for k in counts
-            )
+            held = [(one.certified_accuracy(votes.label, k, radius), k) for k in counts]
+            shares = ", ".join(f"{format_percent(at, round_down=True)} % at {k}" for at, k in held)
             moved = f" and an L2 change below {format_exact(radius)}" if radius else ""
             rows.append((f"changed records withstood{moved}{scope}", shares))
     rows += _assumption_rows(votes, certificates, plan)

@@ -16,15 +16,24 @@ import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_UP, Context, Decimal
 from typing import Any, NamedTuple, Protocol, SupportsFloat
 
 # --- messages, progress and tables ------------------------------------------------------------
 
 
+_ERASE = "\r\x1b[2K"  # the terminal's row
+_live: list[str] = []  # the progress line in the terminal's last row, if there is one
+
+
 def log(text: str) -> None:
-    """Print a line to standard error; results go to standard output."""
-    print(text, file=sys.stderr, flush=True)
+    """Print a line to standard error, above a progress line; results go to standard output."""
+    print(f"{erasure()}{text}\n{''.join(_live)}", end="", file=sys.stderr, flush=True)
+
+
+def erasure() -> str:
+    """Return what erases the progress line from the terminal; it is empty without one."""
+    return _ERASE * len(_live)
 
 
 def print_json(value: Any) -> None:
@@ -50,24 +59,26 @@ class ShowProgress(Protocol):
 def progress(title: str, unit: str, rate_unit: str | None = None) -> Iterator[ShowProgress]:
     """Yield a callback (done, total, rate, stage) that updates one line of the terminal.
 
-    On a terminal the line is rewritten; elsewhere a line is printed every ten seconds. It shows
-    only progress: losses and accuracies on training data are private.
+    On a terminal the line is rewritten, cut to its width, and at the end replaced by the final
+    state; elsewhere a line is printed every ten seconds. It shows only progress: losses and
+    accuracies on training data are private.
 
     rate: `unit` per second, or `rate_unit` per second; with the latter the time left is computed
     from the pace since the first call, whose `done` may be from an earlier session. stage: text
     after the numbers.
     """
     live = sys.stderr.isatty()
-    last_shown = last_length = 0.0
+    last_shown = 0.0
     began = time.monotonic()
     first: tuple[int, float] | None = None  # what was done when, at the first call
     final = ""
 
     def show(done: int, total: int, rate: float, stage: str = "", /) -> None:
-        nonlocal first, last_shown, last_length, final
+        nonlocal first, last_shown, final
         now = time.monotonic()
         if first is None:
             first = done, now
+        final = f"{title}: {done:,} of {total:,} {unit} in {_format_duration(now - began)}"
         if done < total and now - last_shown < (0.2 if live else 10.0):
             return
         pace = rate if rate_unit is None else (done - first[0]) / max(now - first[1], 1e-9)
@@ -77,21 +88,21 @@ def progress(title: str, unit: str, rate_unit: str | None = None) -> Iterator[Sh
         shown = f"{rate:,.1f}" if rate >= 1 or not rate else f"{rate:.2g}"
         line += f", {shown} {rate_unit or unit}/s, {left} left"
         line += f"; {stage}" if stage else ""
-        final = f"{title}: {done:,} of {total:,} {unit} in {_format_duration(now - began)}"
         last_shown = now
-        if live:
-            sys.stderr.write("\r" + line.ljust(int(last_length)))
-            sys.stderr.flush()
-            last_length = len(line)
+        if live:  # "^C" has room behind it
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns or _MAX_WIDTH
+            _live[:] = [line[: columns - 3]]
+            print(_ERASE + _live[0], end="", file=sys.stderr, flush=True)
         elif done < total:
             log(line)
 
     try:
         yield show
     finally:
+        before = erasure()
+        _live.clear()
         if final:
-            sys.stderr.write(("\r" if live else "") + final.ljust(int(last_length)) + "\n")
-            sys.stderr.flush()
+            log(before + final)
 
 
 def _format_duration(seconds: float) -> str:
@@ -204,21 +215,26 @@ def format_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 # --- numbers as text --------------------------------------------------------------------------
 
 
-def format_percent(fraction: SupportsFloat, digits: int = 2, *, round_up: bool = False) -> str:
-    """Return a fraction in %, without the sign, rounded down.
-
-    So only 1 is shown as 100, and a lower bound is never overstated.
+def format_percent(
+    fraction: SupportsFloat, digits: int = 2, *, round_down: bool = False, round_up: bool = False
+) -> str:
+    """Return a fraction in %, without the sign, rounded to the nearest; only 1 is shown as 100.
 
     Args:
         fraction: between 0 and 1.
         digits: number of decimals.
+        round_down: round down instead, for a lower bound such as a certified accuracy.
         round_up: round up instead, for an upper bound.
 
     Example:
-        >>> format_percent(0.9996, 1), format_percent(0.29), format_percent(1e-9, round_up=True)
-        ('99.9', '29.00', '0.01')
+        >>> format_percent(0.7639, 1), format_percent(0.7639, 1, round_down=True)
+        ('76.4', '76.3')
+        >>> format_percent(0.9996, 1), format_percent(1e-9, round_up=True)
+        ('99.9', '0.01')
     """
-    return _rounded(Decimal(repr(float(fraction))) * 100, digits, round_up)
+    percent, step = Decimal(repr(float(fraction))) * 100, Decimal(1).scaleb(-digits)
+    one_way = round_down or round_up or 100 - step < percent < 100
+    return _rounded(percent, digits, _direction(round_up) if one_way else ROUND_HALF_UP)
 
 
 def format_bound(number: SupportsFloat, digits: int = 3, *, round_up: bool = False) -> str:
@@ -228,7 +244,7 @@ def format_bound(number: SupportsFloat, digits: int = 3, *, round_up: bool = Fal
         >>> format_bound(0.9996), format_bound(0.0001, round_up=True)
         ('0.999', '0.001')
     """
-    return _rounded(Decimal(repr(float(number))), digits, round_up)
+    return _rounded(Decimal(repr(float(number))), digits, _direction(round_up))
 
 
 def format_significant(number: SupportsFloat, digits: int = 4, *, round_down: bool = False) -> str:
@@ -261,12 +277,16 @@ def format_confidence(error: SupportsFloat) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def _rounded(number: Decimal, digits: int, round_up: bool) -> str:
-    """Return a decimal number rounded in one direction: 0.29 is 29 %, not a little less."""
+def _direction(round_up: bool) -> str:
+    return ROUND_CEILING if round_up else ROUND_FLOOR
+
+
+def _rounded(number: Decimal, digits: int, rounding: str) -> str:
+    """Return a decimal number rounded by a rule of `decimal`: 0.29 is 29 %, not a little less."""
     if not number.is_finite():
         return str(float(number))
     step = Decimal(1).scaleb(-digits)
-    return f"{number.quantize(step, rounding=ROUND_CEILING if round_up else ROUND_FLOOR):f}"
+    return f"{number.quantize(step, rounding=rounding):f}"
 
 
 def format_exact(number: float) -> str:

@@ -21,7 +21,10 @@ def certified_row(
         sigma: standard deviation of the noise.
         title: settings of the table, if there are several.
     """
-    at = (f"{format_percent(share, 1)} % at r={format_exact(radius)}" for radius, share in shares)
+    at = (
+        f"{format_percent(share, 1, round_down=True)} % at r={format_exact(radius)}"
+        for radius, share in shares
+    )
     value = "   ".join(text.replace(" ", "\u00a0") for text in at)
     how = f"({_SYMBOLS.get(norm, norm)}, σ={sigma:g})"
     return Row(f"certified, {title}" if title else "certified accuracy", value, how, brief=True)

@@ -1,22 +1,40 @@
 """Show user errors and Ctrl-C in one line if a script or a notebook does not catch them.
 
-`import dpdist` installs both hooks. Other errors keep their traceback.
+`import dpdist` installs both hooks. Other errors keep their traceback. Warnings (`warn`) name a
+line of the user.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import sysconfig
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 from weakref import WeakSet
 
+from dpdist.core.console import erasure
 from dpdist.core.errors import ClusterError, ExitCode, UserError
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
 _SHOWN = (UserError, ClusterError)
+
+
+def warn(text: str) -> None:
+    """Warn about the line of the user's own code that called dpdist, also through a library."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    print(erasure(), end="", file=sys.stderr)
+    warnings.warn(text, stacklevel=level)
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith((_PACKAGE, *_LIBRARIES, "<frozen ", "<string>"))
 
 
 class TrainingInterrupted(KeyboardInterrupt):

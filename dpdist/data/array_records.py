@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from dpdist.core.errors import UserError
 from dpdist.core.files import FEATURES_KEY
+from dpdist.core.script_errors import warn
 from dpdist.data import names_nobody
 from dpdist.data.column_names import is_identifier_name, repeats_words, tells_answer
 from dpdist.data.protocol import (
@@ -320,10 +320,9 @@ def _check_features(arrays: Mapping[str, Tensor], answers: Any, options: Options
         if options.inputs or options.unit is not None or not is_identifier_name(name):
             continue
         if 1 < (values := len(array.unique())) < len(array):
-            warnings.warn(
+            warn(
                 f"{options.name}: {repeats_words(name, len(array), values)} The unit is one "
-                f"record; to protect the person, give unit={name!r}; else leave it out of inputs",
-                stacklevel=6,
+                f"record; to protect the person, give unit={name!r}; else leave it out of inputs"
             )
 
 

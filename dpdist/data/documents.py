@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import unicodedata
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dpdist.core.errors import UserError
+from dpdist.core.script_errors import warn
 from dpdist.data.array_records import IGNORED, ArrayRecords, Options
 from dpdist.data.protocol import Records, chunks_of
 from dpdist.data.tables import open_table
@@ -363,11 +363,10 @@ def _check_pairs(
             f"unit={prompt!r}, or a field of persons, and dpdist.Privacy(unit='user', ...)"
         )
     if cut_away:
-        warnings.warn(
+        warn(
             f"{name}: {cut_away:,} of {len(keys):,} pairs are not learned, since token {length} "
             "comes before an answer; give a longer length, or leave them out (the count is "
-            "private)",
-            stacklevel=4,
+            "private)"
         )
 
 

@@ -17,7 +17,6 @@ import random
 import secrets
 import struct
 import sysconfig
-import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dpdist.core.errors import UserError
+from dpdist.core.script_errors import warn
 from dpdist.data.record_hashes import as_array, digests_of_rows, place_of_name
 
 if TYPE_CHECKING:
@@ -214,11 +214,10 @@ def warn_if_standardized(inputs: np.ndarray, name: str) -> None:
     mean, spread = inputs.mean(0, dtype=np.float64), inputs.std(0, dtype=np.float64)
     scaled = (np.abs(mean) < _NO_MEAN) & (np.abs(spread - 1) < _UNIT_SPREAD)
     if scaled.sum() * 2 >= max(1, np.count_nonzero(spread)):
-        warnings.warn(
+        warn(
             f"{name}: columns have mean 0 and standard deviation 1, as if scaled by these private "
             "records themselves (StandardScaler), which the guarantee does not cover; scale them "
-            "by public constants, such as columns.preprocessing of a recipe",
-            stacklevel=2,
+            "by public constants, such as columns.preprocessing of a recipe"
         )
 
 

@@ -7,7 +7,6 @@ layer. A `TrainingObjective` names the loss, the part of the model that is train
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from dpdist.core.errors import UserError
 from dpdist.core.fields import KNOWN_LAYERS, PADDING, PER_EXAMPLE, SCREENED
 from dpdist.core.memory import raise_malloc_thresholds, return_freed_memory
+from dpdist.core.script_errors import warn
 from dpdist.gradients.clipping import (
     Clipping,
     max_run_length,
@@ -271,11 +271,10 @@ class GradientEngine:
             self._alone.append(around)
             self._find_layers()
             self.perturbation = self._perturbation  # raises an error for noise within it
-            warnings.warn(
+            warn(
                 f"{around}: runs by torch.func for each record, because hooks cannot follow "
                 f"{lost} in it; this is slower and needs memory for the rows of a pass times its "
-                "parameters",
-                stacklevel=2,
+                "parameters"
             )
 
     def _find_fewest_rows(self, inputs: Inputs, targets: Tensor) -> None:

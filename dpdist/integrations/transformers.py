@@ -16,7 +16,6 @@ import inspect
 import shutil
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from torch.nn import functional
 from dpdist.config.sections import PrivacyRecipe
 from dpdist.core.errors import UserError
 from dpdist.core.optional_imports import import_extra
+from dpdist.core.script_errors import warn
 from dpdist.data.array_records import IGNORED, Options
 from dpdist.data.documents import PACKED, begin_again, tokenization_of
 from dpdist.data.item_records import ItemRecords, RecordError, without_transforms
@@ -192,10 +192,9 @@ def _tell_ignored(args: Any) -> None:
     known = sorted(name for name in _WITHOUT_EFFECT if hasattr(usual, name))
     given = [name for name in known if getattr(args, name) != getattr(usual, name)]
     if given:
-        warnings.warn(
+        warn(
             f"args: without effect in a private training: {', '.join(given)} (the plan samples the "
-            "records, and the run writes its own checkpoints, every resources.checkpoint_seconds)",
-            stacklevel=3,
+            "records, and the run writes its own checkpoints, every resources.checkpoint_seconds)"
         )
 
 

@@ -79,11 +79,6 @@ class Anchor:
             raise ValueError(f"not an anchor: {self.records!r}, {self.check!r}")
 
     @classmethod
-    def from_journal_bytes(cls, raw: bytes) -> Anchor:
-        """Return the anchor of a journal's whole lines."""
-        return cls(raw.count(b"\n"), json.loads(raw.splitlines()[-1])["check"])
-
-    @classmethod
     def from_line(cls, line: str) -> Anchor:
         """Return the anchor that `line` wrote. Raises ValueError."""
         records, _, check = line.removesuffix("\n").partition(" ")

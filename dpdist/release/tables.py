@@ -53,6 +53,7 @@ class TableRecord(FileShape):
         classifier: The classifier that was executed.
         input_shape: Sizes of one input.
         input_range: Smallest and largest number in the inputs.
+        input_step: Size of the smallest change of inputs that are categories or counts.
         clean_wrong: Positions of inputs that are classified incorrectly without smoothing noise.
     """
 
@@ -66,6 +67,7 @@ class TableRecord(FileShape):
     classifier: ClassifierRecord
     input_shape: list[int]
     input_range: Annotated[list[FiniteFloat], Field(min_length=2, max_length=2)]
+    input_step: FiniteFloat | None = None
     clean_wrong: Annotated[str, Field(pattern=r"^[0-9 ]*$")]
 
 

@@ -123,7 +123,7 @@ def attack_outcome_table(
         for other, common in certified:
             radius = size * norm_equivalence_factor(other.norm, table.norm, table.dimension)
             held = (other.size_if_correct() >= radius)[common]
-            shares.append(format_percent(float(np.mean(held))))
+            shares.append(format_percent(float(np.mean(held)), round_down=True))
         return shares
 
     rows = [["0", NONE, *table.outcome_shares(NONE, 0.0).percent(), *certified_at(0.0)]]
@@ -197,7 +197,9 @@ def certified_accuracy_chart(
     norms, texts = sorted({norm_name(table.norm) for table in tables}), []
     for table in tables:
         at = [(r, table.certified_accuracy(r)) for r in table.reported_radii]
-        shares = ", ".join(f"{format_percent(share, 1)} % at {format_exact(r)}" for r, share in at)
+        shares = ", ".join(
+            f"{format_percent(share, 1, round_down=True)} % at {format_exact(r)}" for r, share in at
+        )
         texts.append(f"{table.description}: {shares}")
     return chart(
         lines,

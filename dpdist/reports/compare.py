@@ -83,7 +83,8 @@ def certified_accuracy_rows(
         for table in facts.tables:
             for found in table.sizes_in_norm(norm, numbers):
                 held = found.size_if_correct(table.label)
-                shares = [format_percent(float(np.mean(held >= size)), 1) for size in sizes]
+                at = [float(np.mean(held >= size)) for size in sizes]
+                shares = [format_percent(share, 1, round_down=True) for share in at]
                 rows.append([facts.folder.name, found.title, table.name, str(len(held)), *shares])
     return rows
 
@@ -240,15 +241,15 @@ def accuracy_difference_rows(
     error = ERROR / max(1, len(differences))
     corrected = holm([row.comparison.p_value for row in differences])
     for row, p_holm in zip(differences, corrected, strict=True):
-        it = row.comparison
+        it, certified = row.comparison, bool(row.size)
         shown.append(
             [
                 row.run,
                 row.quantity,
                 row.size,
                 f"{it.inputs:,}",
-                format_percent(it.first),
-                format_percent(it.second),
+                format_percent(it.first, round_down=certified),
+                format_percent(it.second, round_down=certified),
                 f"{100 * it.difference:+.2f}",
                 _format_interval(it.low, it.high),
                 _format_interval(
@@ -262,9 +263,8 @@ def accuracy_difference_rows(
 
 
 def _format_interval(low: float, high: float) -> str:
-    # + 0.0: never -0
-    ends = float(format_percent(low)) + 0.0, float(format_percent(high, round_up=True)) + 0.0
-    return f"{ends[0]:+.2f} to {ends[1]:+.2f}"
+    ends = format_percent(low, round_down=True), format_percent(high, round_up=True)
+    return "{:+.2f} to {:+.2f}".format(*(float(end) + 0.0 for end in ends))  # + 0.0: never -0
 
 
 def differences_section(

@@ -194,14 +194,14 @@ def per_class_table(facts: RunResults) -> tuple[list[str], list[list[str]]]:
             certified = int((table.size_if_correct()[here] >= radius).sum())
             abstained = int((predicted == ABSTAIN).sum())
             incorrect = int((predicted != label).sum()) - abstained
-            parts = (certified, incorrect, abstained)
-            row += [f"{total:,}", *(_percent_of(part, total) for part in parts)]
+            row += [f"{total:,}", _percent_of(certified, total, round_down=True)]
+            row += [_percent_of(part, total) for part in (incorrect, abstained)]
         rows.append(row)
     return header, rows
 
 
-def _percent_of(part: int, whole: int) -> str:
-    return format_percent(part / whole, 1) if whole else ""
+def _percent_of(part: int, whole: int, *, round_down: bool = False) -> str:
+    return format_percent(part / whole, 1, round_down=round_down) if whole else ""
 
 
 # --- origin of a report -----------------------------------------------------------------------
@@ -538,7 +538,7 @@ def _certificate_section(table: CertificateTable, folder: RunFolder) -> dict[str
         "rows": [
             (
                 format_exact(r),
-                format_percent(table.certified_accuracy(r)),
+                format_percent(table.certified_accuracy(r), round_down=True),
                 *_format_bounds(stated.get(r)),
             )
             for r in table.reported_radii
@@ -554,8 +554,8 @@ def _format_bounds(bound_at_radius: statistics.PopulationBound | None) -> tuple[
     if bound_at_radius is None:
         return "", ""
     certifiable = bound_at_radius.certifiable_upper_bound
-    impossible = "" if certifiable is None else format_percent(1 - certifiable)
-    return format_percent(bound_at_radius.accuracy_lower_bound), impossible
+    impossible = "" if certifiable is None else format_percent(1 - certifiable, round_down=True)
+    return format_percent(bound_at_radius.accuracy_lower_bound, round_down=True), impossible
 
 
 # --- the overview of a folder -----------------------------------------------------------------

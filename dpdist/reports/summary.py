@@ -228,7 +228,8 @@ def accuracy_interval(correct: int, inputs: int) -> str:
     It is about the population that the inputs are an independent sample of.
     """
     low, high = clopper_pearson_interval(correct, inputs, ERROR)
-    return f"{format_percent(float(low), 1)} to {format_percent(float(high), 1, round_up=True)}"
+    most = format_percent(high, 1, round_up=True)
+    return f"{format_percent(low, 1, round_down=True)} to {most}"
 
 
 # --- what the numbers mean ----------------------------------------------------------------------

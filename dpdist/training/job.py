@@ -5,7 +5,6 @@ The result contains everything that a training worker needs.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from dpdist.cluster.versions import PACKAGES, package_fingerprints
 from dpdist.config.training import CANONICAL_SHARDS
 from dpdist.core.errors import UserError
 from dpdist.core.files import read_json, write_atomic, write_json, write_secret_once
+from dpdist.core.script_errors import warn
 from dpdist.data import check_test_records_unseen, refuse_common_records
 from dpdist.data.protocol import warn_if_standardized
 from dpdist.privacy.plan import PrivacyPlan
@@ -277,11 +277,10 @@ def _check_answers(recipe: Recipe, source: data.DataSource) -> None:
             "off all answers; give a longer length"
         )
     if empty:
-        warnings.warn(
+        warn(
             f"{key}: nothing is learned from {empty:,} of {len(records):,} training documents, "
             f"whose answers start after token {length}; give a longer length, or leave them out "
-            "(the count is private)",
-            stacklevel=2,
+            "(the count is private)"
         )
 
 

@@ -7,7 +7,6 @@ step is on the ledger.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections import Counter
 from collections.abc import Hashable
 from functools import cached_property
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 
 from dpdist.config.sections import PrivacyRecipe
 from dpdist.core.errors import UserError
+from dpdist.core.script_errors import warn
 from dpdist.data.documents import PreferenceRecords, check_tokens
 from dpdist.data.protocol import (
     Records,
@@ -121,10 +121,9 @@ def leave_out_unused(model: nn.Module, loss: Any, examples: tuple[Any, Tensor]) 
         named[name].requires_grad_(False)
         setattr(named[name], _LEFT_OUT, True)
     if unused:
-        warnings.warn(
+        warn(
             f"model: the loss does not depend on {', '.join(unused)}, so it is not trained "
-            "(requires_grad is False now)",
-            stacklevel=3,
+            "(requires_grad is False now)"
         )
     return [
         name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 
 from dpdist import models
 from dpdist.core.errors import UserError
+from dpdist.core.script_errors import warn
 from dpdist.data.protocol import Records
 from dpdist.gradients.layer_rules import advance_spectral_norms
 from dpdist.models import ModelSpec
@@ -240,11 +240,10 @@ class ScriptLearner:
             before.pop("seed", None)
         refuse_differences(setting_differences(before, now), folder.path)
         if before.get("seed") is not None and "seed" in now:
-            warnings.warn(
+            warn(
                 "model: has other weights than the run began with, which are not used: those of "
                 f"the newest checkpoint in {folder.path} are. For a new run build the model again, "
-                "and give another folder",
-                stacklevel=2,
+                "and give another folder"
             )
         self.given = begun["given"]
 

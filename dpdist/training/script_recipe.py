@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from dpdist import models
 from dpdist.config.sections import Privacy
 from dpdist.config.training import Stage
 from dpdist.core.errors import UserError
+from dpdist.core.script_errors import warn
 from dpdist.data.documents import (
     LEARNED_FROM,
     REFERENCE,
@@ -109,11 +109,10 @@ def _call_of(
             )
     if found is None:
         if not simple:
-            warnings.warn(
+            warn(
                 "model: can be trained, but not released for predictions, as its loss does not "
                 "call it once with fields of the records: move what the loss computes before the "
-                "call into the module",
-                stacklevel=4,
+                "call into the module"
             )
         return {}, outputs
     return found[0].to_dict, found[1]

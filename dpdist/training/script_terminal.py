@@ -39,7 +39,8 @@ def whole_step(asked: list[bool], tell: bool) -> Iterator[None]:
             raise KeyboardInterrupt
         asked.append(True)
         if tell:  # not by print, which may be what was interrupted
-            os.write(2, b"\nfinishing this step; Ctrl-C again ends it at once\n")
+            before = console.erasure() or "\n"
+            os.write(2, f"{before}finishing this step; Ctrl-C again ends it at once\n".encode())
 
     signal.signal(signal.SIGINT, note)
     try:

@@ -11,7 +11,6 @@ records or columns are a different sum, for which its ledger raises an error.
 from __future__ import annotations
 
 import hashlib
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from dpdist.core.files import (
     write_json,
 )
 from dpdist.core.preprocessing import ColumnPreprocessing
+from dpdist.core.script_errors import warn
 from dpdist.data.dataset import UserDataset
 from dpdist.data.histograms import (
     ColumnEstimate,
@@ -244,11 +244,10 @@ def warn_if_uncounted(records: int, stages: Sequence[Stage]) -> None:
     named = {place for each in stages for place in each.places}
     for each in list(_bought):
         if each.num_records == records and str(each.path) not in named:
-            warnings.warn(
+            warn(
                 f"began_with: does not name {each.path}, statistics of {records:,} records that "
                 "were bought in this process: if they prepared these records, give them, or "
-                "epsilon omits them",
-                stacklevel=3,
+                "epsilon omits them"
             )
 
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
+
+from dpdist.privacy.ledger import Anchor
+
+
+def anchor_of(lines: bytes) -> Anchor:
+    """The anchor of a journal's whole lines."""
+    return Anchor(lines.count(b"\n"), json.loads(lines.splitlines()[-1])["check"])
 
 
 class Disk:

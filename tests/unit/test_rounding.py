@@ -32,17 +32,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("digits", [0, 2])
-def test_shares_of_counts_are_rounded_down(digits: int) -> None:
+def test_shares_of_counts_are_nearest_and_their_bounds_one_sided(digits: int) -> None:
     step = Fraction(1, 10**digits)
     for whole in (3, 29, 10_000):
         for part in {0, 1, whole // 3, whole // 2, whole - 4, whole - 1, whole} & set(
             range(whole + 1)
         ):
             share = Fraction(100 * part, whole)
-            low, high = (
-                Fraction(format_percent(part / whole, digits, round_up=up)) for up in (False, True)
+            low, near, high = (
+                Fraction(format_percent(part / whole, digits, **how))
+                for how in ({"round_down": True}, {}, {"round_up": True})
             )
             assert low <= share < low + step and high - step < share <= high
+            assert abs(near - share) <= step / 2 or (near, high) == (low, 100)
+            assert (near == 100) is (part == whole)
     assert format_percent(0.29, digits) == f"{Decimal(29):.{digits}f}"  # 100 * 0.29 is below 29
 
 

@@ -244,4 +244,4 @@ def test_what_is_released_is_what_was_trained_and_measured(tmp_path):
     assert (told["correct"], told["inputs"]) == (right, len(dataset))
     assert told["accuracy"] == right / len(dataset)
     said = dict(load_results(folder).summary())["test accuracy"]
-    assert said.startswith(f"{1_000 * right // len(dataset) / 10:.1f} %")  # rounded down
+    assert said.startswith(f"{100 * right / len(dataset):.1f} %")

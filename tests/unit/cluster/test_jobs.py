@@ -28,6 +28,7 @@ class Server(ThreadingHTTPServer):
         self.submitted: list[dict] = []
         self.stopped: list[str] = []
         self.drop = 0
+        self.has_agent = True
 
     @property
     def address(self) -> str:
@@ -95,7 +96,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self._refused():
             return
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if self.path == "/api/jobs/":
+        if not self.server.has_agent:
+            self._answer("Traceback ...\nNo available agent to submit job, please try again.", 500)
+        elif self.path == "/api/jobs/":
             self.server.submitted.append(json.loads(body))
             self._answer({"job_id": "run-1", "submission_id": "run-1"})
         else:
@@ -140,6 +143,9 @@ def test_submit_list_and_stop(server):
     assert jobs.stop("run-1") and server.stopped == ["/api/jobs/run-1/stop"]
     with pytest.raises(ClusterError, match="none: "):
         jobs.stop("none")
+    server.has_agent = False
+    with pytest.raises(ClusterError, match="--dashboard-agent-listen-port"):
+        jobs.submit("run-2", "dpdist run digits")
 
 
 @pytest.mark.slow

@@ -251,3 +251,21 @@ def test_the_cost_of_votes_is_above_every_neighbor_s_renyi_divergence(votes):
             there = argmax_law(changed, std)
             for order, most in zip(orders, bound, strict=True):
                 assert max(renyi(own, there, order), 0.0) <= most + 1e-7
+
+
+def test_the_epsilon_of_given_votes_charges_every_test_and_every_answer():
+    """By the closed form of Gaussian costs, since ties have no smaller cost by their votes.
+
+    The other queries are unanimous and far above the threshold, and cost nearly nothing.
+    """
+    std, test_std, ties, delta = 20.0, 30.0, 1500, 1e-5
+    votes = np.array([[12, 12, 12], [250, 0, 0]] * ties)  # a tie passes with probability 1/2
+    found = votes_of_pate.data_dependent_pate_claims(votes, std, 12.0, test_std, delta)
+    for name, answered in (("all pass", 1.0), ("expected", 0.5)):
+        cost = ties * (answered / std**2 + 1 / (2 * test_std**2))
+        epsilon = cost + 2 * math.sqrt(cost * math.log(1 / delta))
+        assert found[name].epsilon == pytest.approx(epsilon, rel=1e-3)
+        assert found[name].kind == "claimed"
+    only_ties = votes_of_pate.data_dependent_pate_claims(votes[::2], std, 12.0, test_std, delta)
+    blind = votes_of_pate.pate_guarantee(ties, ties, test_std, std, delta)
+    assert only_ties["all pass"].epsilon == blind.epsilon

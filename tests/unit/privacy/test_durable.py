@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.power_cut import Disk
+from support.power_cut import Disk, anchor_of
 
 from dpdist.privacy import budget
 from dpdist.privacy.budget import Charge, DataBudget
@@ -47,7 +47,7 @@ def test_a_record_survives_a_power_cut_and_its_anchor_never_says_more(tmp_path, 
             assert anchor.records <= left.count(b"\n")
     with closing(ChainedJournal.open(path, "plan", {})):  # from here on the anchor covers them
         kept = Anchor.from_line(disk.surviving_bytes(anchor_path(path)).decode())
-        assert kept == Anchor.from_journal_bytes(path.read_bytes())
+        assert kept == anchor_of(path.read_bytes())
 
 
 def test_a_reservation_survives_a_power_cut(tmp_path, disk):

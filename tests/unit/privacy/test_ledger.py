@@ -10,9 +10,9 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
+from support.power_cut import anchor_of
 
 from dpdist.privacy.ledger import (
-    Anchor,
     Ledger,
     LedgerError,
     ReplayConflict,
@@ -227,11 +227,11 @@ def test_an_anchor_behind_the_file_is_what_a_crash_leaves(ledger):
     lines = whole(ledger)
     anchor = anchor_path(ledger.path)
     for lines_known in range(1, len(lines) + 1):
-        anchor.write_text(Anchor.from_journal_bytes(b"".join(lines[:lines_known])).file_line)
+        anchor.write_text(anchor_of(b"".join(lines[:lines_known])).file_line)
         assert Ledger.read(ledger.path).num_superseded == 2
         with Ledger.open(ledger.path, PLAN.fingerprint()) as again:
             assert again.num_superseded == 2
-        assert anchor.read_text() == Anchor.from_journal_bytes(b"".join(lines)).file_line
+        assert anchor.read_text() == anchor_of(b"".join(lines)).file_line
     anchor.unlink()
     for begun in (lines[0], lines[0][:-7], b""):
         for made in (False, True):  # the file is there before its first line is

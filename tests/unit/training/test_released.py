@@ -10,13 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.power_cut import anchor_of
 from support.threads import one_thread
 from support.training import make, train, train_and_crash
 
 from dpdist.cli.account import budget_command as show_budget
 from dpdist.core.errors import UserError
 from dpdist.privacy.budget import read_budgets
-from dpdist.privacy.ledger import Anchor, JournalError, Ledger
+from dpdist.privacy.ledger import JournalError, Ledger
 from dpdist.publishing import write_release
 from dpdist.reports.results import load_results
 from dpdist.runs import archive as archives
@@ -62,7 +63,7 @@ def put(folder: RunFolder, kept: list[bytes], *, anchored: bool = False) -> None
     """Another content for the ledger; anchored: with an anchor that fits it."""
     folder.ledger.write_bytes(b"".join(kept))
     if anchored and kept:
-        folder.anchor.write_text(Anchor.from_journal_bytes(b"".join(kept)).file_line)
+        folder.anchor.write_text(anchor_of(b"".join(kept)).file_line)
 
 
 def archived(folder: RunFolder) -> str:
