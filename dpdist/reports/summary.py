@@ -135,7 +135,12 @@ _HUGE_LOSS = 10  # times the loss of equal probabilities for all classes
 
 def _doubtful(facts: Results) -> list[tuple[Severity, str]]:
     """Return clauses for results that suggest a mistake in units or data."""
-    texts = [text for table in facts.tables for text in statistics.doubts(table)]
+    main = main_table(facts)
+    texts = [] if main is None else statistics.doubts(main)
+    if more := [
+        each.title for each in facts.tables if each is not main and statistics.doubts(each)
+    ]:
+        texts.append(f"there are doubts about {', '.join(more)}, which `report --json` states")
     texts += evaluation_doubts(facts.evaluation or {})
     return [("caution", text) for text in texts]
 

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import dpdist
@@ -75,6 +76,15 @@ def test_the_verdict_is_as_bad_as_the_worst_that_is_known(
     assert told.severity == ("caution" if epsilon > 10 else "good")
     assert format_epsilon(epsilon) in told.sentence
     assert f"{100 * facts.tables[0].certified_accuracy(0.125):.1f} % of 20." in told.sentence
+    table = facts.tables[0]
+    unsure = dataclasses.replace(table, prediction=np.full_like(table.prediction, -1))
+    for tables, number in (
+        ([table, unsure], 0),
+        ([unsure, dataclasses.replace(unsure)], 1),
+    ):
+        doubted = make_verdict(dataclasses.replace(facts, tables=tables))
+        assert doubted.severity == "caution" and table.title in doubted.sentence
+        assert doubted.sentence.count("abstained on all") == number
     infinite = Guarantee(math.inf, 1e-4, "add-or-remove-one", "proved", "none")
     account = dataclasses.replace(facts.account, guarantee=infinite)
     for bad in (
