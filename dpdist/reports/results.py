@@ -61,11 +61,16 @@ def trial_table(facts: RunResults) -> tuple[list[str], list[list[str]]]:
     """
     if facts.search is None or not facts.search.trials:
         return [], []
-    fields = facts.search.fields
+    fields, tune = facts.search.fields, facts.folder.read_search_recipe().tune
+    space = {} if tune is None else tune.space
+    linked = {field: key for key, domain in space.items() for field in domain.linked}
     header = ["trial", *fields, "noise multiplier", "score", "outcome"]
     rows = []
     for number, trial in enumerate(facts.search.trials):
-        values = [_format_value(trial.values.get(field)) for field in fields]
+        drawn = dict(trial.values)
+        for field, key in linked.items():
+            drawn[field] = space[key].value_of(field, drawn[key])
+        values = [_format_value(drawn.get(field)) for field in fields]
         score = f"{trial.scores[-1]:.4g}" if trial.scores else "none"
         outcome = trial.failed or ("chosen" if trial.chosen else "")
         rows.append([str(number), *values, f"{trial.noise_multiplier:.4g}", score, outcome])
