@@ -196,7 +196,8 @@ class CertificateTable:
     @property
     def description(self) -> str:
         """Return a line about noise and draws, a str: "Smoothing by Gaussian noise 0.25, ..."."""
-        return str(self.certificate_class.describe(self))
+        words, usual = self.certificate_class.describe(self), self.certificate_class.model_fields
+        return words if self.alpha == usual["alpha"].default else f"{words}, alpha {self.alpha:g}"
 
     @property
     def correct(self) -> np.ndarray:

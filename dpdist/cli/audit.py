@@ -189,7 +189,7 @@ def _attack_certificates(
     if as_json:
         console.print_json({"run": folder.name, "checks": found})
     else:
-        rows = [(each["certificates"], check_line(each)) for each in found]
+        rows = [(f"table {each['certificates']}", check_line(each)) for each in found]
         typer.echo(console.format_table(rows, title="certificates under attack"))
     if not all(each["plausible"] for each in found):
         raise typer.Exit(ExitCode.REFUTED)

@@ -139,6 +139,7 @@ class Row(NamedTuple):
 
 
 _MAX_WIDTH, _NARROW = 100, 40  # of a line, and of a value to which others are aligned
+_SHORT = 32  # of a name to which values are aligned
 
 
 def _width() -> int:
@@ -154,7 +155,7 @@ def format_table(rows: Sequence[Row | tuple[str, str]], title: str = "") -> str:
     """
     width = _width()
     shown = [Row(*row) for row in rows]
-    left = 2 + max(len(row.name) for row in shown) + 2
+    left = 2 + max((len(row.name) for row in shown if len(row.name) <= _SHORT), default=0) + 2
     room = max(40, width - left)
     short = [row for row in shown if row.beside and len(row.value) + len(row.beside) + 3 <= room]
     column = max((len(row.value) for row in short if len(row.value) <= _NARROW), default=0)
@@ -174,6 +175,8 @@ def format_table(rows: Sequence[Row | tuple[str, str]], title: str = "") -> str:
                     break_on_hyphens=False,
                 )
             ] or [""]
+        if len(row.name) > left - 4:
+            texts.insert(0, "")  # a long name has a line of its own
         lines.append(f"  {row.title}".ljust(left) + texts[0])
         lines += [" " * left + text for text in texts[1:]]
     return "\n".join(line.rstrip() for line in lines).replace("\u00a0", " ")

@@ -500,7 +500,7 @@ class RunResults:
         rows += _accuracy_rows(self)
         several = len(self.tables) > 1
         for table in self.tables:
-            rows += statistics.certified_rows(table, table.title if several else "")
+            rows += statistics.certified_rows(table, table.name if several else "")
         for kind, found in self.evaluations.items():
             rows += [Row(*pair, brief=True) for pair in kind.summary_rows(found)]
         if self.folder.report_file.exists():
@@ -653,8 +653,13 @@ def _detail_rows(facts: RunResults) -> list[Row]:
         how = f", mean scores over {draws} samples of its noise" if draws else ""
         rows.append(Row("test data", f"{facts.evaluation_scope}{how})"))
     for table in facts.tables:
-        rows += statistics.input_rows(table)
-        rows.append(statistics.population_row(table))
+        about = [
+            *statistics.input_rows(table),
+            statistics.radius_row(table),
+            statistics.population_row(table),
+        ]
+        which = f", {table.name}" if len(facts.tables) > 1 else ""
+        rows += [row._replace(name=row.name + which) for row in about]
     return rows
 
 
