@@ -343,8 +343,13 @@ def _audit_epsilon(
         console.print_json(read_json(output / result.file))
     else:
         rows = [("epsilon", found.comparison_line), ("audited", found.summary_line)]
+        rows += [("meaning", found.meaning)]
         rows += [("assumed", line) for line in found.assumptions]
-        rows += [(key.replace("_", " "), str(value)) for key, value in found.details.items()]
+        rows += [
+            (key.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else str(value))
+            for key, value in found.details.items()
+            if value not in ([], None) and not isinstance(value, dict)  # the file has the counts
+        ]
         typer.echo(console.format_table(rows, title=f"audit of {name}"))
         private = " (private, since it depends on many trainings)" * result.private
         typer.echo(f"result{private}: {output / result.file}")

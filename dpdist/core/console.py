@@ -85,8 +85,10 @@ def progress(title: str, unit: str, rate_unit: str | None = None) -> Iterator[Sh
         left = _format_duration((total - done) / pace) if pace > 0 else "?"
         percent = 100 * done // max(total, 1)
         line = f"{title}: {done:,} of {total:,} {unit} ({percent}%)"
-        shown = f"{rate:,.1f}" if rate >= 1 or not rate else f"{rate:.2g}"
-        line += f", {shown} {rate_unit or unit}/s, {left} left"
+        if rate:
+            line += f", {rate:,.1f}" if rate >= 1 else f", {rate:.2g}"
+            line += f" {rate_unit or unit}/s"
+        line += f", {left} left"
         line += f"; {stage}" if stage else ""
         last_shown = now
         if live:  # "^C" has room behind it
