@@ -152,8 +152,13 @@ def _run_attack(
         )
         return
     typer.echo(f"under attack, % of {table.inputs:,} inputs ({table.description})")
-    typer.echo(console.format_columns(shown.header, shown.rows))
-    for note in shown.notes:
+    header, notes = shown.header, shown.notes
+    if len(notes) > 1:  # a column for each table, too wide under its name
+        first = len(header) - len(notes)
+        header = [*header[:first], *(f"certified {n}" for n in range(1, len(notes) + 1))]
+        notes = [f"{n}: {note}" for n, note in enumerate(notes, 1)]
+    typer.echo(console.format_columns(header, shown.rows))
+    for note in notes:
         typer.echo(note)
     typer.echo(f"table: {path}")
 
