@@ -177,9 +177,11 @@ class CertificateTable:
         It does not depend on the folder. If the table states no settings, it is the folder's name.
         """
         try:
-            return str(self.read_settings().folder_name)
+            name = str(self.read_settings().folder_name)
         except UserError:  # written by another version
             return self.name
+        again = self.job_record.get("rebound_alpha")
+        return name if again is None else f"{name}-alpha-{again:g}"
 
     def read_settings(self) -> Any:
         """Return the settings of the certification, their seed included.

@@ -208,5 +208,6 @@ def test_each_row_of_a_run_with_several_tables_names_its_table(golden: Any, tmp_
     certify._recertified(table.path.parent, {"certify": {"alpha": 0.02}})
     found = load_results(run)
     assert len({each.description for each in found.tables}) == 2
+    assert [each.title for each in found.tables] == [each.name for each in found.tables]
     names = [name for name, _ in found.summary()]
     assert len(set(names)) == len(names)
