@@ -64,24 +64,27 @@ def progress(title: str, unit: str, rate_unit: str | None = None) -> Iterator[Sh
     accuracies on training data are private.
 
     rate: `unit` per second, or `rate_unit` per second; with the latter the time left is computed
-    from the pace since the first call, whose `done` may be from an earlier session. stage: text
+    from the pace since the first result of this session, before which workers start. stage: text
     after the numbers.
     """
     live = sys.stderr.isatty()
     last_shown = 0.0
     began = time.monotonic()
-    first: tuple[int, float] | None = None  # what was done when, at the first call
+    earlier: int | None = None  # what an earlier session had done
+    first: tuple[int, float] | None = None  # what was done when, at the first result
     final = ""
 
     def show(done: int, total: int, rate: float, stage: str = "", /) -> None:
-        nonlocal first, last_shown, final
+        nonlocal earlier, first, last_shown, final
         now = time.monotonic()
-        if first is None:
+        earlier = done if earlier is None else earlier
+        if first is None and done > earlier:
             first = done, now
         final = f"{title}: {done:,} of {total:,} {unit} in {_format_duration(now - began)}"
         if done < total and now - last_shown < (0.2 if live else 10.0):
             return
-        pace = rate if rate_unit is None else (done - first[0]) / max(now - first[1], 1e-9)
+        since, when = first or (done, now)
+        pace = rate if rate_unit is None else (done - since) / max(now - when, 1e-9)
         left = _format_duration((total - done) / pace) if pace > 0 else "?"
         percent = 100 * done // max(total, 1)
         line = f"{title}: {done:,} of {total:,} {unit} ({percent}%)"
