@@ -129,7 +129,7 @@ def _found(folder: RunFolder, asked: Mapping[str, Any]) -> Recipe:
     folder.check_format()
     if not folder.imported.exists():
         raise DifferentRecipeError(
-            f"{folder.path}: --name: must be unused, got that of a trained run; choose a new one"
+            f"{folder.path}: is a trained run; import the model under a different name"
         )
     before = read_json(folder.imported, {"model": dict, "data": dict})
     different = [
@@ -140,8 +140,8 @@ def _found(folder: RunFolder, asked: Mapping[str, Any]) -> Recipe:
     ]
     if different:
         raise DifferentRecipeError(
-            f"{folder.path}: --name: must be unused, got that of a different import "
-            f"({', '.join(different)} differ); choose a new one"
+            f"{folder.path}: is a different import ({', '.join(different)} differ); import the "
+            "model under a different name (dpdist import NAME)"
         )
     return folder.read_recipe()
 

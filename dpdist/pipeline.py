@@ -284,21 +284,29 @@ def dry_run(
 def _other_runs(recipe: Recipe, folder: RunFolder, fingerprint: str) -> list[tuple[str, str]]:
     """Return a row about other runs on the same records, unless a budget counts them.
 
-    fingerprint: that of the training records.
+    fingerprint: that of the training records. Runs on another part of the same data set count too:
+    a search holds records out, and an audit adds canaries.
     """
     if recipe.privacy.budget is not None:
         return []
+
+    def data_set(about: Recipe) -> tuple[object, ...] | None:
+        data = about.data
+        return (data.name, data.root, data.train) if about.by_script is None else None
+
     own, others = folder.path, list[str]()
     for path in own.parent.glob("*/private/data.json"):
         other = RunFolder(path.parent.parent)
         if other.path.name != own.name and other.ledger.exists():
             with suppress(UserError):  # damage is reported where the file is used
-                if read_json(path, {"train": str})["train"] == fingerprint:
+                theirs = data_set(other.read_recipe())
+                same = read_json(path, {"train": str})["train"] == fingerprint
+                if same or (theirs is not None and theirs == data_set(recipe)):
                     others.append(other.name)
     if not others:
         return []
     names = ", ".join(sorted(others)[:3]) + (", ..." if len(others) > 3 else "")
-    text = f"{len(others)} trained on these records ({names}): their epsilons add up"
+    text = f"{len(others)} trained on records of this data set ({names}): their epsilons add up"
     if recipe.user_unit is None:
         text += "; set privacy.budget to keep the sum below a ceiling"
     return [("other runs", text)]

@@ -59,6 +59,8 @@ def _of_one_kind(section: Any) -> Any:
     own = {key: value for key, value in section.items() if key in fields or value is not None}
     if own.get("bound") == _USUAL and "noise" in fields and "bound" not in fields:
         del own["bound"]
+    if mode == Cohen.mode_name() and own.get("bound") is not None:
+        raise key_error("bound", f"must be {_USUAL} or hoeffding, got {own['bound']!r}")
     if "mode" not in fields:
         own.pop("mode", None)
     elif own.get("mode", mode) is not None:

@@ -50,7 +50,7 @@ from dpdist.core.binomial import (
     clopper_pearson_upper,
     two_sided_p_value,
 )
-from dpdist.core.console import Row, format_exact, format_percent
+from dpdist.core.console import Row, format_bound, format_exact, format_percent
 from dpdist.core.result_rows import certified_row
 
 # --- two classifiers on the same inputs -------------------------------------------------------
@@ -363,6 +363,12 @@ def input_rows(found: CertificateTable) -> list[Row]:
     return rows
 
 
+def radius_row(found: CertificateTable) -> Row:
+    """Return the row of a table's average certified radius."""
+    value = format_bound(found.average_radius, 4)
+    return Row("average certified radius", value, "an incorrect or abstained input counts as 0")
+
+
 def table_rows(found: CertificateTable) -> list[Row]:
     """Return the printed rows of a table, the verdict first."""
     abstained = int((found.prediction == ABSTAIN).sum())
@@ -372,6 +378,7 @@ def table_rows(found: CertificateTable) -> list[Row]:
         Row("inputs", f"{len(found.index):,}"),
         *input_rows(found),
         Row("abstained", f"{abstained:,}"),
+        radius_row(found),
         population_row(found),
         Row("draws", f"{sum(found.table['n'].to_pylist()):,}"),
         Row("alpha", f"{found.alpha:g} each"),

@@ -177,9 +177,11 @@ class CertificateTable:
         It does not depend on the folder. If the table states no settings, it is the folder's name.
         """
         try:
-            return str(self.read_settings().folder_name)
+            name = str(self.read_settings().folder_name)
         except UserError:  # written by another version
             return self.name
+        again = self.job_record.get("rebound_alpha")
+        return name if again is None else f"{name}-alpha-{again:g}"
 
     def read_settings(self) -> Any:
         """Return the settings of the certification, their seed included.
@@ -196,7 +198,8 @@ class CertificateTable:
     @property
     def description(self) -> str:
         """Return a line about noise and draws, a str: "Smoothing by Gaussian noise 0.25, ..."."""
-        return str(self.certificate_class.describe(self))
+        words, usual = self.certificate_class.describe(self), self.certificate_class.model_fields
+        return words if self.alpha == usual["alpha"].default else f"{words}, alpha {self.alpha:g}"
 
     @property
     def correct(self) -> np.ndarray:

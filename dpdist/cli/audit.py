@@ -152,8 +152,13 @@ def _run_attack(
         )
         return
     typer.echo(f"under attack, % of {table.inputs:,} inputs ({table.description})")
-    typer.echo(console.format_columns(shown.header, shown.rows))
-    for note in shown.notes:
+    header, notes = shown.header, shown.notes
+    if len(notes) > 1:  # a column for each table, too wide under its name
+        first = len(header) - len(notes)
+        header = [*header[:first], *(f"certified {n}" for n in range(1, len(notes) + 1))]
+        notes = [f"{n}: {note}" for n, note in enumerate(notes, 1)]
+    typer.echo(console.format_columns(header, shown.rows))
+    for note in notes:
         typer.echo(note)
     typer.echo(f"table: {path}")
 
@@ -189,7 +194,7 @@ def _attack_certificates(
     if as_json:
         console.print_json({"run": folder.name, "checks": found})
     else:
-        rows = [(each["certificates"], check_line(each)) for each in found]
+        rows = [(f"table {each['certificates']}", check_line(each)) for each in found]
         typer.echo(console.format_table(rows, title="certificates under attack"))
     if not all(each["plausible"] for each in found):
         raise typer.Exit(ExitCode.REFUTED)
@@ -343,8 +348,13 @@ def _audit_epsilon(
         console.print_json(read_json(output / result.file))
     else:
         rows = [("epsilon", found.comparison_line), ("audited", found.summary_line)]
+        rows += [("meaning", found.meaning)]
         rows += [("assumed", line) for line in found.assumptions]
-        rows += [(key.replace("_", " "), str(value)) for key, value in found.details.items()]
+        rows += [
+            (key.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else str(value))
+            for key, value in found.details.items()
+            if value not in ([], None) and not isinstance(value, dict)  # the file has the counts
+        ]
         typer.echo(console.format_table(rows, title=f"audit of {name}"))
         private = " (private, since it depends on many trainings)" * result.private
         typer.echo(f"result{private}: {output / result.file}")

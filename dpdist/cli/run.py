@@ -158,17 +158,20 @@ def _print_public(recipe: Recipe, runs: Path, context: str) -> None:
     from dpdist.tuning.public import NOT_PRIVATE
 
     grid = pipeline.tune_public(recipe, runs=runs, context=context)
-    rows = []
+    rows, scores = [], []
     for result in grid:
         metrics = result.metrics or {}
         values = ", ".join(f"{key} {value}" for key, value in (result.config or {}).items())
-        score = "failed" if result.error else f"{metrics.get('score', math.nan):.4g}"
-        rows.append(
-            [str(metrics.get("trial_id", "")), values, score, str(metrics.get("steps", ""))]
-        )
+        score = -math.inf if result.error else metrics.get("score", -math.inf)
+        scores.append(-math.inf if math.isnan(score) else score)
+        shown = "failed" if result.error else f"{score:.4g}"
+        steps = str(metrics.get("steps", ""))
+        rows.append([str(metrics.get("trial_id", "")), values, shown, steps, ""])
+    if (best := max(scores, default=-math.inf)) > -math.inf:
+        rows[scores.index(best)][-1] = "best"
     folder = runs / f"{recipe.name}-public"
     typer.echo(f"{NOT_PRIVATE}\nrun folders of the trials: {folder / 'trials'}")
-    typer.echo(console.format_columns(["trial", "values", "score", "steps"], rows))
+    typer.echo(console.format_columns(["trial", "values", "score", "steps", "outcome"], rows))
 
 
 def _print_results(folder: RunFolder) -> None:

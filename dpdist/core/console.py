@@ -64,29 +64,34 @@ def progress(title: str, unit: str, rate_unit: str | None = None) -> Iterator[Sh
     accuracies on training data are private.
 
     rate: `unit` per second, or `rate_unit` per second; with the latter the time left is computed
-    from the pace since the first call, whose `done` may be from an earlier session. stage: text
+    from the pace since the first result of this session, before which workers start. stage: text
     after the numbers.
     """
     live = sys.stderr.isatty()
     last_shown = 0.0
     began = time.monotonic()
-    first: tuple[int, float] | None = None  # what was done when, at the first call
+    earlier: int | None = None  # what an earlier session had done
+    first: tuple[int, float] | None = None  # what was done when, at the first result
     final = ""
 
     def show(done: int, total: int, rate: float, stage: str = "", /) -> None:
-        nonlocal first, last_shown, final
+        nonlocal earlier, first, last_shown, final
         now = time.monotonic()
-        if first is None:
+        earlier = done if earlier is None else earlier
+        if first is None and done > earlier:
             first = done, now
         final = f"{title}: {done:,} of {total:,} {unit} in {_format_duration(now - began)}"
         if done < total and now - last_shown < (0.2 if live else 10.0):
             return
-        pace = rate if rate_unit is None else (done - first[0]) / max(now - first[1], 1e-9)
+        since, when = first or (done, now)
+        pace = rate if rate_unit is None else (done - since) / max(now - when, 1e-9)
         left = _format_duration((total - done) / pace) if pace > 0 else "?"
         percent = 100 * done // max(total, 1)
         line = f"{title}: {done:,} of {total:,} {unit} ({percent}%)"
-        shown = f"{rate:,.1f}" if rate >= 1 or not rate else f"{rate:.2g}"
-        line += f", {shown} {rate_unit or unit}/s, {left} left"
+        if rate:
+            line += f", {rate:,.1f}" if rate >= 1 else f", {rate:.2g}"
+            line += f" {rate_unit or unit}/s"
+        line += f", {left} left"
         line += f"; {stage}" if stage else ""
         last_shown = now
         if live:  # "^C" has room behind it
@@ -139,6 +144,7 @@ class Row(NamedTuple):
 
 
 _MAX_WIDTH, _NARROW = 100, 40  # of a line, and of a value to which others are aligned
+_SHORT = 32  # of a name to which values are aligned
 
 
 def _width() -> int:
@@ -154,7 +160,7 @@ def format_table(rows: Sequence[Row | tuple[str, str]], title: str = "") -> str:
     """
     width = _width()
     shown = [Row(*row) for row in rows]
-    left = 2 + max(len(row.name) for row in shown) + 2
+    left = 2 + max((len(row.name) for row in shown if len(row.name) <= _SHORT), default=0) + 2
     room = max(40, width - left)
     short = [row for row in shown if row.beside and len(row.value) + len(row.beside) + 3 <= room]
     column = max((len(row.value) for row in short if len(row.value) <= _NARROW), default=0)
@@ -174,6 +180,8 @@ def format_table(rows: Sequence[Row | tuple[str, str]], title: str = "") -> str:
                     break_on_hyphens=False,
                 )
             ] or [""]
+        if len(row.name) > left - 4:
+            texts.insert(0, "")  # a long name has a line of its own
         lines.append(f"  {row.title}".ljust(left) + texts[0])
         lines += [" " * left + text for text in texts[1:]]
     return "\n".join(line.rstrip() for line in lines).replace("\u00a0", " ")

@@ -84,7 +84,7 @@ def _load_all_labels(source: DataSource, split: str, cache: Path) -> Dataset:
         if source.name not in BUILT_IN:
             raise UserError(
                 f"data.name: {source.name!r} is not built in ({', '.join(BUILT_IN)}); "
-                "give its folder by data.root"
+                f"give by data.root the folder that contains {source.name}/"
             )
         if source.classes != BUILT_IN[source.name]:
             raise UserError(

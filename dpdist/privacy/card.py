@@ -108,6 +108,18 @@ class AuditFinding:
         )
 
     @property
+    def meaning(self) -> str:
+        """Return what follows from the verdict."""
+        if self.exploratory:
+            return "no statement: alpha was not divided by this audit"
+        return {
+            CONSISTENT: "this attacker contradicts nothing that is proved or claimed, and that "
+            "proves nothing: another attacker may find more",
+            EXCEEDS_PROVED: "the code or the proof is wrong: do not rely on the proved epsilon",
+            REFUTED: "the claimed epsilon is too small",
+        }[self.verdict]
+
+    @property
     def table_cell(self) -> str:
         """Return the bound and its method for a table, with a note if it contradicts the proof."""
         bound = format_epsilon(self.epsilon, lower_bound=True)

@@ -112,7 +112,8 @@ def _check_tables(
                 )
         tables.append(table)
         title, _, bounds = record["population"].partition(": ")
-        rows.append((title, bounds))
+        which = f", {table.title}" if len(release.description.certified) > 1 else ""
+        rows.append((title + which, bounds))
     if len({(table.job_record["data"], table.job_record["inputs"]) for table in tables}) > 1:
         raise ReleaseError(f"{release.path}: its tables must be about the same data set")
     count = f"{len(tables)} tables" if len(tables) > 1 else "1 table"

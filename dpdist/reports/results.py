@@ -61,11 +61,16 @@ def trial_table(facts: RunResults) -> tuple[list[str], list[list[str]]]:
     """
     if facts.search is None or not facts.search.trials:
         return [], []
-    fields = facts.search.fields
+    fields, tune = facts.search.fields, facts.folder.read_search_recipe().tune
+    space = {} if tune is None else tune.space
+    linked = {field: key for key, domain in space.items() for field in domain.linked}
     header = ["trial", *fields, "noise multiplier", "score", "outcome"]
     rows = []
     for number, trial in enumerate(facts.search.trials):
-        values = [_format_value(trial.values.get(field)) for field in fields]
+        drawn = dict(trial.values)
+        for field, key in linked.items():
+            drawn[field] = space[key].value_of(field, drawn[key])
+        values = [_format_value(drawn.get(field)) for field in fields]
         score = f"{trial.scores[-1]:.4g}" if trial.scores else "none"
         outcome = trial.failed or ("chosen" if trial.chosen else "")
         rows.append([str(number), *values, f"{trial.noise_multiplier:.4g}", score, outcome])
@@ -495,7 +500,7 @@ class RunResults:
         rows += _accuracy_rows(self)
         several = len(self.tables) > 1
         for table in self.tables:
-            rows += statistics.certified_rows(table, table.title if several else "")
+            rows += statistics.certified_rows(table, table.name if several else "")
         for kind, found in self.evaluations.items():
             rows += [Row(*pair, brief=True) for pair in kind.summary_rows(found)]
         if self.folder.report_file.exists():
@@ -648,8 +653,13 @@ def _detail_rows(facts: RunResults) -> list[Row]:
         how = f", mean scores over {draws} samples of its noise" if draws else ""
         rows.append(Row("test data", f"{facts.evaluation_scope}{how})"))
     for table in facts.tables:
-        rows += statistics.input_rows(table)
-        rows.append(statistics.population_row(table))
+        about = [
+            *statistics.input_rows(table),
+            statistics.radius_row(table),
+            statistics.population_row(table),
+        ]
+        which = f", {table.name}" if len(facts.tables) > 1 else ""
+        rows += [row._replace(name=row.name + which) for row in about]
     return rows
 
 

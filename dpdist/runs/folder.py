@@ -311,7 +311,7 @@ class RunFolder:
             if different:
                 raise DifferentRecipeError(
                     f"{self.path}: contains a run of a different recipe ({', '.join(different)} "
-                    "differ); give a different folder (--name), or the same recipe to continue it"
+                    "differ); give a different name or folder, or the same recipe to continue it"
                 )
             return True
         return False

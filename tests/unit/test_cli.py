@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from support.recipes import write_recipe
 
+from dpdist import pipeline
 from dpdist.core.errors import UserError
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import (
@@ -160,3 +163,14 @@ def test_same_name_with_a_different_recipe(dpdist, tmp_path):
     path = recipe(tmp_path, privacy={"noise_multiplier": 2.0})
     line = refused(dpdist("run", "--until", "train", path))
     assert "privacy.noise_multiplier" in line
+
+
+def test_a_public_sweep_marks_the_best_trial(dpdist, tmp_path, monkeypatch):
+    def result(name, score, error=None):
+        return SimpleNamespace(metrics={"trial_id": name, "score": score}, config={}, error=error)
+
+    grid = [result("a", math.nan), result("b", 0.5), result("c", 0.9, "lost"), result("d", 0.2)]
+    monkeypatch.setattr(pipeline, "tune_public", lambda *_, **__: grid)
+    done = dpdist("tune", str(recipe(tmp_path)), "--public")
+    marked = [line.split()[0] for line in done.out.splitlines() if line.endswith("best")]
+    assert marked == ["b"]

@@ -25,3 +25,12 @@ def test_a_progress_line_leaves_nothing_behind(monkeypatch):
     assert max(map(len, re.split(re.escape(erase) + "|[\r\n]", written))) < 40
     rows = [row.rpartition(erase)[2].strip() for row in written.split("\n")]
     assert rows == ["a note", "training: 7 of 100 steps in 0:00", "the next line", ""]
+
+
+def test_the_time_left_does_not_count_the_start_of_the_workers(monkeypatch, capsys) -> None:
+    clock = iter([0.0, 0.0, 100.0, 110.0])
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
+    with console.progress("certifying", "inputs", "samples") as show:
+        for done in (30, 31, 41):
+            show(done, 61, 1.0)
+    assert "0:20 left" in capsys.readouterr().err.splitlines()[-2]

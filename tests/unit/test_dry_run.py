@@ -78,3 +78,12 @@ def test_what_is_printed_is_what_runs(case, tmp_path):
     assert rows["guarantee"] == stated
     # and of a run that was begun, its own
     assert dict(pipeline.dry_run(recipe, runs=tmp_path, context="r.yaml"))["guarantee"] == stated
+
+
+def test_a_run_on_another_part_of_the_data_set_is_named(golden, tmp_path):
+    run = golden("digits", tmp_path)
+    asked, new = run.read_recipe(), RunFolder(run.path.parent / "new")
+    ((_, text),) = pipeline._other_runs(asked, new, "another fingerprint")
+    assert run.name in text
+    other = asked.model_copy(update={"data": asked.data.model_copy(update={"name": "strokes"})})
+    assert not pipeline._other_runs(other, new, "another fingerprint")

@@ -142,6 +142,7 @@ def test_the_verdict(tmp_path, changes, verdict):
     audited = dataclasses.replace(FOUND, **changes)
     assert audited.verdict == verdict and audited.exceeds_proved == (verdict == EXCEEDS_PROVED)
     assert verdict in audited.summary_line or audited.exploratory
+    assert (audited.meaning == FOUND.meaning) == (verdict == CONSISTENT and not audited.exploratory)
     audited.write(tmp_path / "a" / "audit.json")
     back = AuditFinding.read(tmp_path / "a" / "audit.json")
     assert dataclasses.replace(back, path=None) == audited

@@ -16,6 +16,7 @@ from dpdist.certification import table_reader
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.variants import HoeffdingVotes
 from dpdist.core.binomial import clopper_pearson_lower, hoeffding_lower
+from dpdist.core.errors import UserError
 
 ALPHAS = (0.3, 0.05, 0.001, 1e-12)
 COUNTS = [(k, n) for n in (1, 7, 100, 12_345, 10**8) for k in {0, n // 2, n - n // 10, n - 1, n}]
@@ -53,6 +54,8 @@ def test_a_section_asks_for_it(section: dict, kind: type) -> None:
     usual, hoeffding = Cohen(sigma=0.5, n=77), HoeffdingVotes(sigma=0.5, n=77)
     assert dpdist.settings_of({"bound": "hoeffding"}, usual) == hoeffding
     assert dpdist.settings_of({"bound": "clopper-pearson"}, hoeffding) == usual
+    with pytest.raises(UserError, match=r"bound: .*clopper-pearson.*hoeffding"):
+        dpdist.settings_of({"bound": "clopper"}, usual)
 
 
 def test_the_table_states_it_is_checked_by_it_and_certified_anew_by_it(tmp_path: Path) -> None:

@@ -200,3 +200,14 @@ def test_an_evaluation_says_what_was_counted_of_this_model(golden: Any, tmp_path
     run.evaluation.write_text(json.dumps(told | {"model": "0" * 32}))
     with pytest.raises(UserError, match=r"evaluation\.json"):
         load_results(run)
+
+
+def test_each_row_of_a_run_with_several_tables_names_its_table(golden: Any, tmp_path: Path) -> None:
+    run = golden("digits", tmp_path)
+    (table,) = load_results(run).tables
+    certify._recertified(table.path.parent, {"certify": {"alpha": 0.02}})
+    found = load_results(run)
+    assert len({each.description for each in found.tables}) == 2
+    assert [each.title for each in found.tables] == [each.name for each in found.tables]
+    names = [name for name, _ in found.summary()]
+    assert len(set(names)) == len(names)

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from support.training import parameters
 
 from dpdist import pipeline
 from dpdist.cluster.executor import LocalExecutor, open_executor
+from dpdist.config.search import Domain
 from dpdist.core import console
 from dpdist.core.errors import UserError
 from dpdist.core.files import write_json
@@ -203,6 +205,27 @@ def test_a_rung_that_was_scored_is_never_scored_again(recipe, begin, run_trials,
     assert [value for _, value in report] == read_scores(search.folder, 0)["scores"]
     assert report[0] == (1, first) and len(report) == 2
     assert keys[0] not in keys[1:] and keys[1:] == [keys[1]] * 2
+
+
+def test_the_table_of_trials_shows_the_values_of_linked_fields():
+    space = {
+        "certify.sigma": Domain(choice=(0.1, 0.2), linked=("method.sigma",)),
+        "method.split": Domain(choice=(1, 2), linked={"training.momentum": (0.5, 0.9)}),
+    }
+    trial = SimpleNamespace(
+        values={"certify.sigma": 0.2, "method.split": 2},
+        scores=[0.5],
+        noise_multiplier=1.0,
+        failed=None,
+        chosen=True,
+    )
+    fields = ("certify.sigma", "method.sigma", "method.split", "training.momentum")
+    asked = SimpleNamespace(tune=SimpleNamespace(space=space))
+    facts = SimpleNamespace(
+        search=SimpleNamespace(fields=fields, trials=(trial,)),
+        folder=SimpleNamespace(read_search_recipe=lambda: asked),
+    )
+    assert trial_table(facts)[1][0][1:5] == ["0.2", "0.2", "2", "0.9"]
 
 
 @pytest.mark.slow
