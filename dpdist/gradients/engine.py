@@ -222,8 +222,9 @@ class GradientEngine:
         self.clipping.check(self.layers)
 
     def _settle_layouts(self, inputs: Inputs, targets: Tensor) -> None:
-        """Run the smallest module around a layer that hooks cannot follow by torch.func, with a
-        warning. Other failures are reported by the checks that follow."""
+        """Find the least rows of a pass. Run the smallest module around a layer that hooks cannot
+        follow by torch.func, with a warning; the checks that follow report other failures."""
+        self._captured.find_fewest_rows(inputs, targets)
         while (names := self._captured.run_lost_layer_alone(inputs, targets)) is not None:
             around, lost = names
             self._name_layers()
@@ -640,7 +641,6 @@ class GradientEngine:
         """
         with preserve_random_state(device_of(inputs)):
             if not self._checked:
-                self._captured.find_fewest_rows(inputs, targets)
                 self._settle_layouts(inputs, targets)
                 check_example_independence(self._captured, self._empty_gradients, inputs, targets)
                 return_freed_memory()
@@ -672,7 +672,6 @@ class GradientEngine:
         self._checked, self._modes = True, captured.modes
         with preserve_random_state(device_of(inputs)):
             if not self.vmap:
-                captured.find_fewest_rows(inputs, targets)
                 self._settle_layouts(inputs, targets)
                 captured.known_shapes.clear()
                 captured.prepare_for(inputs, targets)
