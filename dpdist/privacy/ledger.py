@@ -597,6 +597,17 @@ class Ledger(JournalBacked):
         self._append({"kind": "asked", "id": query_id})
         return self.num_queries - 1
 
+    def nonce_of_query(self, query_id: str, plan: PrivacyPlan) -> str:
+        """Return the nonce under which an answer is drawn, counted before or now (`record_query`).
+
+        An answer that was counted before may be kept or lost.
+        """
+        for asked, nonce in self._query_nonces:
+            if asked == query_id:
+                return nonce
+        self.record_query(query_id, plan)
+        return self.nonce
+
     def record_answer(self, query_id: str, values: Sequence[float]) -> None:
         """Record a counted answer with its noise, which may be repeated without privacy cost."""
         self._append({"kind": "answered", "id": query_id, "values": list(values)})
@@ -611,13 +622,6 @@ class Ledger(JournalBacked):
     def find_answer(self, query_id: str) -> list[float] | None:
         """Return the answer that was given to this question, or None."""
         return self._answers.get(query_id)
-
-    def find_query_nonce(self, query_id: str) -> str | None:
-        """Return the nonce under which an answer to this question was counted first, or None.
-
-        The answer may be kept or lost.
-        """
-        return next((nonce for asked, nonce in self._query_nonces if asked == query_id), None)
 
     @property
     def recorded_answers(self) -> tuple[list[float], ...]:
