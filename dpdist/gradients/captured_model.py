@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -288,10 +288,9 @@ class CapturedModel:
         """Let a pass of one record repeat it if the model needs two rows, as with `squeeze`."""
 
         def runs(rows: int) -> bool:
-            some, values = (take(inputs, slice(rows)), targets[:rows]), self.values()
-            with torch.no_grad(), sums_in_order(device_of(inputs)):
+            with sums_in_order(device_of(inputs)):
                 try:
-                    example_losses(self.model, self.objective, values, *some)
+                    self._losses(take(inputs, slice(rows)), targets[:rows])
                 except Exception:  # any error of a user's module
                     return False
             return True
@@ -300,14 +299,15 @@ class CapturedModel:
 
     def check_channels_last(self, inputs: Inputs, targets: Tensor) -> None:
         """Leave the format if the model does not run in it; `view` of dimensions may not."""
-        if not self.channels_last:
-            return
-        seen = self.laid_out(take(inputs, slice(2)))
-        with torch.no_grad():
+        if self.channels_last:
             try:
-                example_losses(self.model, self.objective, self.values(), seen, targets[:2])
+                self._losses(self.laid_out(take(inputs, slice(2))), targets[:2])
             except RuntimeError:
                 self.channels_last = False
+
+    def _losses(self, inputs: Inputs, targets: Tensor) -> Tensor:
+        with torch.no_grad():
+            return example_losses(self.model, self.objective, self.values(), inputs, targets)
 
     def run_lost_layer_alone(self, inputs: Inputs, targets: Tensor) -> tuple[str, str] | None:
         """Let the smallest module around a layer that hooks cannot follow run by torch.func.
@@ -336,13 +336,8 @@ class CapturedModel:
     def prepare_for(self, inputs: Inputs, targets: Tensor, *, invented: bool = True) -> None:
         """Find the arguments that calls of layers share for records of this shape, once per shape.
 
-        Args:
-            inputs: (B, ...), of which only shapes and types are read unless they are invented.
-            targets: (B, ...), likewise.
-            invented: whether the examples contain nothing private.
-
-        Raises:
-            UserError: examples of this shape do not run.
+        invented: whether the examples contain nothing private; if not, only their shapes and types
+        are read. Raises UserError if examples of this shape do not run.
         """
         shapes = [tuple(each.shape[1:]) for each in (*tensors_of(inputs), targets)]
         found = self.known_shapes.get(str(shapes))
@@ -367,12 +362,8 @@ class CapturedModel:
         losses are the same when every example has a copy; a model that adds a dimension before them
         does not accept copies.
 
-        Args:
-            inputs: (B, ...), B >= 1, public or invented; the first example is repeated.
-            targets: (B, ...), likewise.
-
-        Returns:
-            Whether such passes run; if not, only lengths could decide.
+        The examples are public or invented, and the first one is repeated. Return whether such
+        passes run; if not, only lengths could decide.
         """
         if not any(map(is_watched, self.layers)):
             return True
@@ -420,37 +411,24 @@ class CapturedModel:
     def find_draws(self, inputs: Inputs, targets: Tensor) -> Draws | None:
         """Find what a pass draws, and which layers draw in a call that runs again.
 
-        A copy of the model runs passes of two and of three rows. The generators move. The layers
-        keep the result.
-
-        Args:
-            inputs: (B, ...), B >= 1, public or invented; the first example that runs is repeated.
-            targets: (B, ...), likewise.
-
-        Returns:
-            What is drawn; None if no such pass runs.
-
-        Raises:
-            UserError: numbers come from a different generator than torch's global ones.
+        A copy of the model runs passes of two and of three rows, of the first public or invented
+        example that runs. The generators move. The layers keep the result. Return what is drawn;
+        None if no such pass runs. Raises UserError if numbers come from a different generator than
+        torch's global ones.
         """
         copied = _copy_of(self.model)
         twins = [layer for layer in find_layers(copied, self.alone) if layer.runs_again]
 
         def run(example: int, rows: int, inside: list[str]) -> None:
-            handles = []
-            try:
+            with ExitStack() as hooks:
                 for twin in twins:
-                    module, name = twin.module, twin.name
-                    enter = module.register_forward_pre_hook(
-                        lambda *_, name=name: inside.append(name)
-                    )
-                    leave = module.register_forward_hook(lambda *_: inside.pop() and None)
-                    handles += [enter, leave]
+                    name, module = twin.name, twin.module
+                    before = module.register_forward_pre_hook(lambda *_, n=name: inside.append(n))
+                    hooks.enter_context(before)
+                    after = module.register_forward_hook(lambda *_: inside.pop() and None)
+                    hooks.enter_context(after)
                 some = take(inputs, [example] * rows), targets[[example] * rows]
                 example_losses(copied, self.objective, {}, *some)
-            finally:
-                for handle in handles:
-                    handle.remove()
 
         for example in range(len(targets)):
             try:
