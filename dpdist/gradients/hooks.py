@@ -368,8 +368,8 @@ def captured_calls(
     with _install_hooks(layers, current), torch.enable_grad(), sums_in_order(device_of(inputs)):
         yield
         with torch.no_grad():
-            for deliver in current.pending:
-                deliver()
+            while current.pending:  # each refers to `current`, and to activations
+                current.pending.pop(0)()
 
 
 def is_watched(layer: Layer) -> bool:
