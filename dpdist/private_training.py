@@ -240,7 +240,7 @@ class PrivateTraining:
             self.model, self.optimizer, self.state = model, optimizer, list(state)
             stages = _stages(began_with)
             self.run, self._private_metrics, self._loss = _run_folder(folder), private_metrics, loss
-            self._autocast = autocast
+            self._history, self._autocast = History(self.run.history), autocast
             self._records = as_records(data)
             warn_if_uncounted(len(self._records), stages)
             self._device = next(model.parameters()).device
@@ -503,7 +503,7 @@ class PrivateTraining:
         `learning_rate` and `noisy_norm`; `score` if you declared scores; and `eval_NAME` for each
         metric of `evaluate`. A step without a score or metric has None or NaN there.
         """
-        return as_table(History(self.run.history).columns(self._done))
+        return as_table(self._history.columns(self._done))
 
     def evaluate(self, eval_data: Any, *, metric: Metric = "accuracy") -> float:
         """Return a metric of the current model on PUBLIC records, and add it to the history.
@@ -570,14 +570,14 @@ class PrivateTraining:
         Raises:
             UserError: there is no such column.
         """
-        told = History(self.run.history).columns(self._done)
+        told = self._history.columns(self._done)
         return plot_history(told, columns or ("noisy_norm",), self.plan, ax)
 
     def _note(self, **values: Any) -> None:
         """Add released values of the last step to the history."""
         if self._workers.first:
             known = {name: value for name, value in values.items() if value is not None}
-            History(self.run.history).add(step=self._done - 1, **known)
+            self._history.add(step=self._done - 1, **known)
 
     # --- the loop
 
@@ -1058,8 +1058,7 @@ class PrivateTraining:
             if self._workers.first:
                 self._warn_if_empty()
             if self.trackers and self._workers.first:
-                told = History(self.run.history).columns(self._done)
-                track_script(self.run, self.trackers, told)
+                track_script(self.run, self.trackers, self._history.columns(self._done))
 
     def _warn_if_empty(self) -> None:
         """Warn if the released weights, or public records, suggest that nothing was learned."""
