@@ -38,7 +38,6 @@ class WholeBatchEngine(GradientEngine):
                 "privacy.clipping: must be none for a model with BatchNorm, which mixes records"
             )
         super().__init__(model, objective, clipping=clipping, micro_batch=1)
-        self._checked = True  # nothing to look for
         self._captured.channels_last = False
 
     def _refuse_layers(self, model: nn.Module) -> None:
@@ -75,12 +74,8 @@ class WholeBatchEngine(GradientEngine):
         if not batch:
             return ClippedSum(flat, 0, 0, 0.0)
         seen = self.perturb_inputs(inputs, record_ids, draw_key, 0)
-        values = {
-            name: value.detach().requires_grad_()
-            for name, value in draws.perturb_parameters(
-                self._captured.values(), draw_key, 0
-            ).items()
-        }
+        perturbed = draws.perturb_parameters(self._captured.values(), draw_key, 0)
+        values = {name: value.detach().requires_grad_() for name, value in perturbed.items()}
         before = self.model.training
         self.model.train()
         try:
