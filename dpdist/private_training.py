@@ -240,7 +240,7 @@ class PrivateTraining:
             self.model, self.optimizer, self.state = model, optimizer, list(state)
             stages = _stages(began_with)
             self.run, self._private_metrics, self._loss = _run_folder(folder), private_metrics, loss
-            self._autocast = autocast
+            self._history, self._autocast = History(self.run.history), autocast
             self._records = as_records(data)
             warn_if_uncounted(len(self._records), stages)
             self._device = next(model.parameters()).device
@@ -250,10 +250,9 @@ class PrivateTraining:
             self._public = None if eval_data is None else as_records(eval_data, name="eval_data")
             self._learner.spec = spec = spec_of(model, factory, examples, loss)
             check_what_is_learned(self._records, loss, model, spec.classes)
-            has_public = eval_data is not None
             self._script = Script(
-                model, spec, optimizer, loss, self._records, self.run, has_public, stages, unused,
-                autocast,
+                model, spec, optimizer, loss, self._records, self.run, eval_data is not None,
+                stages, unused, autocast,
             )  # fmt: skip
             live = {
                 path: each.model if (each := ref()) and each.steps_taken else None
@@ -317,13 +316,13 @@ class PrivateTraining:
     def _planned(self, recipe: Recipe) -> None:
         """Set the plan of a recipe, or of the run that was started; write nothing."""
         folder, records = self.run, self._records
-        noise: float | None = None
         continued = folder.check_same_recipe(recipe)
         check_kept(recipe, folder, None)
-        if continued and folder.plan.exists():
-            plan = folder.read_plan()
+        begun = continued and folder.plan.exists()
+        if begun:
+            noise, plan = None, folder.read_plan()
         else:
-            noise, plan = resolve_plan(recipe, len(records), "PrivateTraining")
+            noise, plan = resolve_plan(recipe, len(records), _CONTEXT)
         if len(records) != plan.records and not plan.nominal:
             raise UserError(
                 f"data: must be the {plan.records:,} {plan.counted} that the run was begun with, "
@@ -336,9 +335,8 @@ class PrivateTraining:
         check_clip(self._engine, plan.clip_norm, plan.max_expected_batch)
         if self._public is not None:
             check_public(self._public, records, recipe.data.targets, self._script.spec.classes)
-        self._recipe, self.plan, self._noise = recipe, plan, noise
+        self._recipe, self.plan, self._noise, self._continued = recipe, plan, noise, begun
         self._learner.plan = plan
-        self._continued = continued and folder.plan.exists()
 
     def _begin(self) -> None:
         """Start the run, or continue it; errors come before anything is written."""
@@ -350,9 +348,8 @@ class PrivateTraining:
         key = derive_key(run_key, "run", self.plan.fingerprint(), self._fingerprint, "trial", 0)
         if self._scored is not None:
             self._scored.open(folder, self.plan, self._workers)
-        older = _open.get(folder.path)
-        trained = None if older is None else older()
-        self._done = learner.restore(folder, trained is not None and trained.model is self.model)
+        older = _open.get(folder.path, lambda: None)()
+        self._done = learner.restore(folder, older is not None and older.model is self.model)
         self._workers.check_same({"checkpoint": str(self._done), **learner.digests("checkpoint")})
         if folder.training_summary.exists():
             if self._hashed is not None and self._workers.first:  # a crash may have left it open
@@ -444,16 +441,17 @@ class PrivateTraining:
             ),
             announced=attempt.announced, announcing=workers.announcing,
         )  # fmt: skip
-        monitor = None if self._loop is None else self._loop.monitor
         self._loop = Loop(
-            job,
-            step,
-            self._learner,
-            start=self._done,
-            monitor=monitor,
+            job, step, self._learner, start=self._done,
+            monitor=None if self._loop is None else self._loop.monitor,
             examples=lambda: self._examples(MEASURED),
-        )
+        )  # fmt: skip
         self._learner.watch()
+
+    @property
+    def _ledger(self) -> Ledger | None:
+        """Return the ledger that this process writes, if it has it open."""
+        return None if self._loop is None else self._loop.step.ledger
 
     def _evaluate_public(self) -> None:
         """Measure the accuracy on public records, if there are any and it is not measured yet."""
@@ -505,7 +503,7 @@ class PrivateTraining:
         `learning_rate` and `noisy_norm`; `score` if you declared scores; and `eval_NAME` for each
         metric of `evaluate`. A step without a score or metric has None or NaN there.
         """
-        return as_table(History(self.run.history).columns(self._done))
+        return as_table(self._history.columns(self._done))
 
     def evaluate(self, eval_data: Any, *, metric: Metric = "accuracy") -> float:
         """Return a metric of the current model on PUBLIC records, and add it to the history.
@@ -572,14 +570,14 @@ class PrivateTraining:
         Raises:
             UserError: there is no such column.
         """
-        told = History(self.run.history).columns(self._done)
+        told = self._history.columns(self._done)
         return plot_history(told, columns or ("noisy_norm",), self.plan, ax)
 
     def _note(self, **values: Any) -> None:
         """Add released values of the last step to the history."""
         if self._workers.first:
             known = {name: value for name, value in values.items() if value is not None}
-            History(self.run.history).add(step=self._done - 1, **known)
+            self._history.add(step=self._done - 1, **known)
 
     # --- the loop
 
@@ -609,9 +607,7 @@ class PrivateTraining:
         self._look_after()
         if not self._started:  # nothing was released: only scores are counted
             return self._recipe.guarantee_of(plan, plan.executed_phases(plan.step_counts(0)))
-        ledger = None if self._loop is None else self._loop.step.ledger
-        if ledger is None:
-            ledger = Ledger.read(self.run.ledger)
+        ledger = self._ledger or Ledger.read(self.run.ledger)
         released = ledger.released_phases(plan)
         return self._recipe.guarantee_of(plan, released, ledger.post_processed)
 
@@ -661,11 +657,8 @@ class PrivateTraining:
         seen, agreed = self._take()
         score = None
         if self._scored is not None and self._scored.is_due(number):
-            assert self._loop is not None
-            fixed, ledger = self._recipe.privacy.run_key is not None, self._loop.step.ledger
-            score = self._scored.release(
-                number, self.model, ledger, self.plan, fixed, self._workers
-            )
+            fixed = self._recipe.privacy.run_key is not None
+            score = self._scored.release(number, self.model, self._ledger, fixed)
         self._done, self._inside = number + 1, False
         private = asdict(seen) if self._private_metrics and seen is not None else None
         report = StepReport(
@@ -822,9 +815,8 @@ class PrivateTraining:
         Args:
             weights: dict from parameter name to tensor; other parameters stay as they are.
         """
-        loop, changed = self._loop, self._learner.changed()
-        if changed and loop is not None and loop.step.ledger is not None:
-            loop.step.ledger.note_changes(changed)
+        if (changed := self._learner.changed()) and self._ledger is not None:
+            self._ledger.note_changes(changed)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if name in weights:
@@ -1016,7 +1008,7 @@ class PrivateTraining:
         """
         self._ready()
         assert self._loop is not None
-        number, learner, ledger = self._done, self._learner, self._loop.step.ledger
+        number, learner, ledger = self._done, self._learner, self._ledger
         changed = learner.changed()
         told = self._workers.check_same(
             {"step": str(number), "call": call, **learner.settings()},
@@ -1066,8 +1058,7 @@ class PrivateTraining:
             if self._workers.first:
                 self._warn_if_empty()
             if self.trackers and self._workers.first:
-                told = History(self.run.history).columns(self._done)
-                track_script(self.run, self.trackers, told)
+                track_script(self.run, self.trackers, self._history.columns(self._done))
 
     def _warn_if_empty(self) -> None:
         """Warn if the released weights, or public records, suggest that nothing was learned."""
@@ -1149,10 +1140,9 @@ def _records_key(run_key: bytes) -> bytes:
 
 def _take_over(path: Path, training: PrivateTraining) -> None:
     """Close an older object of this process that trains the same run, as in a notebook."""
-    older = _open.get(path)
-    other = None if older is None else older()
-    if other is not None and other is not training:
-        other.close()
+    older = _open.get(path, lambda: None)()
+    if older is not None and older is not training:
+        older.close()
     _open[path] = weakref.ref(training)
 
 

@@ -7,9 +7,10 @@ layer. A `TrainingObjective` names the loss, the part of the model that is train
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from dpdist.core.errors import UserError
 from dpdist.core.fields import KNOWN_LAYERS, PADDING, PER_EXAMPLE, SCREENED
 from dpdist.core.memory import raise_malloc_thresholds, return_freed_memory
 from dpdist.core.script_errors import warn
+from dpdist.gradients.captured_model import CapturedModel
 from dpdist.gradients.clipping import (
     Clipping,
     max_run_length,
@@ -29,24 +31,15 @@ from dpdist.gradients.clipping import (
 )
 from dpdist.gradients.criterion import CriterionLoss
 from dpdist.gradients.hooks import (
-    WHOLE,
     Inputs,
-    Layer,
-    LayoutError,
     Losses,
     Objective,
     OwnLoss,
     collector,
     device_of,
     each_tensor,
-    example_losses,
-    find_drawing_layers,
-    find_layers,
-    find_shared_arguments,
     rows_of,
-    run_pass,
     take,
-    tensors_of,
 )
 from dpdist.gradients.independence import (
     SYNTHETIC_KEY,
@@ -54,11 +47,9 @@ from dpdist.gradients.independence import (
     has_known_layers,
     largest_move,
 )
-from dpdist.gradients.layer_rules import DrawsByExample, RecurrentByExample
 from dpdist.gradients.passes import Rounding, labeled_passes, rows_per_pass
 from dpdist.gradients.per_example import (
     DenseGradient,
-    LayerCall,
     PerExampleGradient,
     rounds_factors,
     sums_in_order,
@@ -75,8 +66,6 @@ from dpdist.gradients.random_passes import (
 from dpdist.gradients.sampling import Blocks
 from dpdist.gradients.validation import (
     NUM_EXAMPLES,
-    errors_of_isolated_models,
-    make_synthetic_examples,
     refuse_complex_parameters,
     refuse_mixing_layers,
 )
@@ -85,8 +74,6 @@ from dpdist.randomness.noisy_modules import override_outputs, require_modules
 # --- the engine -------------------------------------------------------------------------------
 
 
-# Bytes of a physical micro-batch: constant, so that a replayed step gives the same bits.
-_MICRO_BATCH_BYTES = 1 << 30
 _PERTURBED_CACHE_BYTES = 64 << 20  # beyond it, parameters are perturbed again for each micro-batch
 
 
@@ -200,22 +187,19 @@ class GradientEngine:
             raise UserError(f"micro_batch must be at least 1, got {micro_batch}")
         self._refuse_layers(model)
         raise_malloc_thresholds()
-        self.model = model
-        self._modes = self._current_modes()  # in which the model was checked
         if isinstance(objective, nn.Module):
             objective = OwnLoss(CriterionLoss(objective))
-        self.objective = objective
+        self.model, self._captured = model, CapturedModel(model, objective)
+        self._modes = self._captured.modes  # in which the model was checked
         self.clipping, self.micro_batch = clipping, micro_batch
         self.blocks, self.vmap = blocks, vmap
-        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if not self._named:
+        if not self._captured.trained:
             raise UserError("the model has no trainable parameters")
-        refuse_complex_parameters(self._named)
-        self.parameters: list[nn.Parameter] = list(self._named.values())
+        refuse_complex_parameters(self._captured.trained)
+        self.parameters: list[nn.Parameter] = list(self._captured.trained.values())
         self._sizes = [parameter.numel() for parameter in self.parameters]
         self.size = sum(self._sizes)
-        self._alone: list[str] = []  # modules that run whole, for each example
-        self._find_layers()
+        self._name_layers()
         self.perturbation = perturbation or Perturbation()
         self.augmentation: CropAndFlip | None = None  # of the inputs of every draw
         self.records_per_example = 1
@@ -223,53 +207,27 @@ class GradientEngine:
         self.shard, self.draws = 0, Draws()
         kinds = {type(module) for module in model.modules()}
         # torch's InstanceNorm gives a single record in that format a wrong gradient.
-        self._channels_last = (
+        self._captured.channels_last = (
             self.parameters[0].device.type == "cpu"
             and any(issubclass(kind, nn.Conv2d) for kind in kinds)
             and not any(issubclass(kind, _InstanceNorm) for kind in kinds)
         )
         self._checked = vmap  # examples cannot mix then
-        self._fewest_rows = 1  # of a pass
-        self._screened: tuple[Inputs, Tensor] | None = None
-        self._kinds: dict[str, list[Any]] = {}  # by shapes, the arguments that calls share
 
-    def _find_layers(self) -> None:
-        """Find the layers to capture, and with which of them each parameter is clipped."""
-        self._layers = find_layers(self.model, self._alone)
-        self.fallback_layers = [layer.name for layer in self._layers if layer.fallback]
-        # A parameter is clipped with the first layer that uses it.
-        owner: dict[int, str] = {}
-        self._shared: set[int] = set()
-        for layer in self._layers:
-            for slot in layer.parameter_indices.values():
-                if owner.setdefault(slot, layer.name) != layer.name:
-                    self._shared.add(slot)
-        self.layers = [layer.name for layer in self._layers if layer.name in owner.values()]
-        self._row = [self.layers.index(owner[slot]) for slot in range(len(self.parameters))]
+    _refuse_layers = staticmethod(refuse_mixing_layers)  # replaced where records may mix
+
+    def _name_layers(self) -> None:
+        self.layers = self._captured.clip_layers
+        self.fallback_layers = [layer.name for layer in self._captured.layers if layer.fallback]
         self.clipping.check(self.layers)
 
     def _settle_layouts(self, inputs: Inputs, targets: Tensor) -> None:
-        """Run the smallest module around a layer that hooks cannot follow by torch.func, with a
-        warning. Other failures are reported by the checks that follow."""
-        few = take(inputs, slice(2)), targets[:2]
-        while WHOLE not in self._alone:
-            find_shared_arguments(self.model, self._layers, self.objective, *few)
-            find_drawing_layers(self.model, self._layers, self.objective, *few)
-            try:
-                run_pass(
-                    self.model, self._layers, self.objective, *few, self._trainable(),
-                    lambda layer, call: None,
-                )  # fmt: skip
-                return
-            except LayoutError as error:
-                lost = error.layer
-                if lost == WHOLE:
-                    return
-                around = lost.rpartition(".")[0] or WHOLE
-            except Exception:  # any error of a user's module
-                return
-            self._alone.append(around)
-            self._find_layers()
+        """Find the least rows of a pass. Run the smallest module around a layer that hooks cannot
+        follow by torch.func, with a warning; the checks that follow report other failures."""
+        self._captured.find_fewest_rows(inputs, targets)
+        while (names := self._captured.run_lost_layer_alone(inputs, targets)) is not None:
+            around, lost = names
+            self._name_layers()
             self.perturbation = self._perturbation  # raises an error for noise within it
             warn(
                 f"{around}: runs by torch.func for each record, because hooks cannot follow "
@@ -277,22 +235,14 @@ class GradientEngine:
                 "parameters"
             )
 
-    def _find_fewest_rows(self, inputs: Inputs, targets: Tensor) -> None:
-        """Let a pass of one record repeat it if the model needs two rows, as with `squeeze`."""
+    @property
+    def objective(self) -> Objective:
+        """Return the loss, which may be replaced before the first sum."""
+        return self._captured.objective
 
-        def runs(rows: int) -> bool:
-            some, values = (take(inputs, slice(rows)), targets[:rows]), self._trainable()
-            with torch.no_grad(), sums_in_order(device_of(inputs)):
-                try:
-                    example_losses(self.model, self.objective, values, *some)
-                except Exception:  # any error of a user's module
-                    return False
-            return True
-
-        self._fewest_rows = 2 if not runs(1) and runs(2) else 1
-
-    def _refuse_layers(self, model: nn.Module) -> None:
-        refuse_mixing_layers(model)
+    @objective.setter
+    def objective(self, objective: Objective) -> None:
+        self._captured.objective = objective
 
     @property
     def written_buffers(self) -> dict[str, Tensor]:
@@ -394,7 +344,7 @@ class GradientEngine:
         flat = self.parameters[0].new_zeros(self.size, dtype=torch.float64) if out is None else out
         pieces = zip(flat.split(self._sizes), self.parameters, strict=True)
         views = [piece.view(parameter.shape) for piece, parameter in pieces]
-        blocked = self._keyed_blocks(draw_key, record_ids)
+        blocked = self.blocks if draw_key and record_ids is not None else None
         self._check_draws_by_row(blocked is not None)
         run = max_run_length(blocked.capacity + 1 if blocked else batch, self.sensitivity)
         if rounds_factors(device_of(inputs)):  # products in float64 do not
@@ -445,25 +395,24 @@ class GradientEngine:
         self, batch: int, draw_key: bytes, record_ids: Tensor | None
     ) -> Iterator[tuple[tuple[str | int, ...], Tensor, slice | Tensor]]:
         """Yield the label that keys a pass's random numbers, its rows, and the rows that count."""
-        for label, rows, real in self._planned_passes(batch, draw_key, record_ids):
-            if len(rows) < self._fewest_rows:
-                rows, real = rows.repeat(self._fewest_rows), slice(1)
-            yield label, rows, real
-
-    def _planned_passes(
-        self, batch: int, draw_key: bytes, record_ids: Tensor | None
-    ) -> Iterator[tuple[tuple[str | int, ...], Tensor, slice | Tensor]]:
-        blocks = self._keyed_blocks(draw_key, record_ids)
-        if blocks is None or record_ids is None:
+        fewest = self._captured.fewest_rows
+        planned: Iterable[tuple[tuple[str | int, ...], np.ndarray, slice | np.ndarray]]
+        if self.blocks is None or record_ids is None or not draw_key:
             step = self.micro_batch or max(1, batch)
-            for number, rows in enumerate(torch.arange(batch).split(step)):
-                if batch:
-                    yield ("pass", "by position", number), rows, slice(len(rows))
-            return
-        rows, ids = self.rows_per_pass(blocks), np.asarray(record_ids.cpu())
-        for label, members, real in labeled_passes(blocks, draw_key, ids, rows, self.rounding):
-            places = real if isinstance(real, slice) else torch.from_numpy(real)
-            yield label, torch.from_numpy(members), places
+            parts = (np.arange(batch)[at : at + step] for at in range(0, batch, step))
+            planned = (
+                (("pass", "by position", number), part, slice(len(part)))
+                for number, part in enumerate(parts)
+            )
+        else:
+            size, ids = self.rows_per_pass(self.blocks), np.asarray(record_ids.cpu())
+            planned = labeled_passes(self.blocks, draw_key, ids, size, self.rounding)
+        for label, members, real in planned:
+            rows = torch.from_numpy(members)
+            if len(rows) < fewest:
+                yield label, rows.repeat(fewest), slice(1)
+            else:
+                yield label, rows, real if isinstance(real, slice) else torch.from_numpy(real)
 
     def _drawing(
         self, draw_key: bytes, label: tuple[str | int, ...]
@@ -492,33 +441,6 @@ class GradientEngine:
                 see="explanation/gradients.md#random-numbers-in-a-pass",
             )
 
-    def _invented(self, inputs: Inputs, targets: Tensor, count: int) -> tuple[Inputs, Tensor]:
-        """Return `count` examples of the shapes and types of these: screened ones if there are any,
-        since a custom loss may not accept others."""
-        if self._screened is not None:
-            known, wanted = self._screened
-            alike = [t.shape[1:] for t in tensors_of(known)] == [
-                t.shape[1:] for t in tensors_of(inputs)
-            ]
-            if alike and rows_of(known) >= min(count, NUM_EXAMPLES):
-                some = slice(count)
-                return take(known, some), wanted[some]
-        with preserve_random_state(device_of(inputs)):
-            return make_synthetic_examples(self.model, inputs, targets, count)
-
-    def _laid_out(self, inputs: Inputs) -> Inputs:
-        """Return inputs in the memory format in which the model's convolutions are fast."""
-
-        def lay_out(tensor: Tensor) -> Tensor:
-            if self._channels_last and tensor.dim() == 4:
-                return tensor.to(memory_format=torch.channels_last)
-            return tensor.contiguous()
-
-        return each_tensor(lay_out, inputs)
-
-    def _keyed_blocks(self, draw_key: bytes, record_ids: Tensor | None) -> Blocks | None:
-        return self.blocks if draw_key and record_ids is not None else None
-
     def _add_clipped(
         self,
         gradients: list[PerExampleGradient],
@@ -528,7 +450,7 @@ class GradientEngine:
     ) -> int:
         """Add the clipped gradients of a pass's `real` rows to the sum; return the number of those
         that were not finite."""
-        table = self._squared_norms(gradients)
+        table = self._captured.squared_norms(gradients, self.perturbation.gradient_weight)
         if table is None:
             return 0
         keep, rows = real, table.shape[1]
@@ -542,22 +464,9 @@ class GradientEngine:
         for gradient in gradients:
             gradient.select(keep)
         factors = self._factors(table)
-        for row, gradient, view in zip(self._row, gradients, views, strict=True):
+        for row, gradient, view in zip(self._captured.clip_rows, gradients, views, strict=True):
             gradient.add_weighted_sum(factors[row], view, run)
         return bad
-
-    def _squared_norms(self, gradients: list[PerExampleGradient]) -> Tensor | None:
-        """Return the squared norms of weighted gradients (layers, B); None without gradients."""
-        squared: dict[int, Tensor] = {}
-        for row, gradient in zip(self._row, gradients, strict=True):
-            norms = gradient.squared_norms()
-            if norms is not None:
-                squared[row] = squared[row] + norms if row in squared else norms
-        if not squared:
-            return None
-        zero = torch.zeros_like(next(iter(squared.values())))
-        table = torch.stack([squared.get(row, zero) for row in range(len(self.layers))])
-        return table * self.perturbation.gradient_weight**2
 
     def _factors(self, table: Tensor) -> Tensor:
         """Return the factors (layers, B) of gradients with these finite squared norms."""
@@ -568,24 +477,8 @@ class GradientEngine:
         factors = self.clipping.factors(table, slack)
         return (factors * self.perturbation.gradient_weight).expand(len(self.layers), -1)
 
-    def _trainable(self) -> dict[str, Tensor]:
-        """Return the trained parameters by name, detached and in the format of the convolutions."""
-        values = {name: parameter.detach() for name, parameter in self._named.items()}
-        if self._channels_last:
-            for name, value in values.items():
-                if value.dim() == 4:
-                    values[name] = value.to(memory_format=torch.channels_last)
-        return values
-
     def _empty_gradients(self) -> list[PerExampleGradient]:
-        return [
-            PerExampleGradient(
-                p.shape,
-                draws=self.perturbation.count * self.records_per_example,
-                shared=slot in self._shared,
-            )
-            for slot, p in enumerate(self.parameters)
-        ]
+        return self._captured.empty_gradients(self.perturbation.count * self.records_per_example)
 
     def _per_example_gradients(
         self,
@@ -604,7 +497,7 @@ class GradientEngine:
         """
         gradients = self._empty_gradients()
         if members is None:
-            seen = self._laid_out(inputs)
+            seen = self._captured.laid_out(inputs)
             total = self._add_draws(
                 seen, targets, draw_key, record_ids, perturbed, gradients, None, label
             )
@@ -614,7 +507,7 @@ class GradientEngine:
             record, wanted = _records_at(place, inputs, targets)
             weights = members.weights[:, place]
             losses = self._add_draws(
-                self._laid_out(record), wanted, draw_key, members.ids[:, place], perturbed,
+                self._captured.laid_out(record), wanted, draw_key, members.ids[:, place], perturbed,
                 gradients, weights, (*label, "place", place),
             )  # fmt: skip
             total += losses * weights
@@ -659,20 +552,34 @@ class GradientEngine:
         share: Tensor | float | None,
     ) -> Tensor:
         """Add the gradients of one draw; return the losses (B,)."""
-        draws = self.perturbation
+        draws, captured, own_values = self.perturbation, self._captured, False
         seen = self.perturb_inputs(inputs, record_ids, draw_key, draw)
         if self.vmap or draws.per_example:
-            return self._isolated_pass(seen, targets, draw_key, record_ids, draw, gradients, share)
-        values = perturbed.get(draw)
-        if values is None:
-            values = draws.perturb_parameters(self._trainable(), draw_key, draw)
+            if isinstance(draws, ParameterPerturbation) and draws.per_example:
+                if record_ids is None:
+                    raise UserError(
+                        "per-example draws need record_ids: a record's noise is keyed by its id"
+                    )
+                own_values = True
+                values = draws.perturb_parameters_per_example(
+                    captured.values(), record_ids, draw_key, draw
+                )
+            else:
+                values = draws.perturb_parameters(captured.values(), draw_key, draw)
+            grads, losses = captured.run_each(
+                seen, targets, values, share, own_values=own_values, draws=self.draws.any
+            )
+            for name, gradient in zip(captured.trained, gradients, strict=True):
+                gradient.add(DenseGradient(grads[name]))
+            return losses
+        if draw in perturbed:
+            values = perturbed[draw]
+        else:
+            values = draws.perturb_parameters(captured.values(), draw_key, draw)
             if draws.count * self.size * 4 <= _PERTURBED_CACHE_BYTES:
                 perturbed[draw] = values
-        with override_outputs(self.model, self._hidden_noise(record_ids, draw_key, draw)):
-            return run_pass(
-                self.model, self._layers, self.objective, seen, targets, values,
-                collector(gradients), weights=share,
-            )  # fmt: skip
+        with override_outputs(self.model, hidden_noise(draws, record_ids, draw_key, draw)):
+            return captured.run(seen, targets, values, collector(gradients), share)
 
     def perturb_inputs(
         self, inputs: Inputs, record_ids: Tensor | None, draw_key: bytes, draw: int
@@ -716,77 +623,6 @@ class GradientEngine:
             found: Tensor = self.model(inputs)
             return found
 
-    def _hidden_noise(
-        self, record_ids: Tensor | None, draw_key: bytes, draw: int
-    ) -> dict[str, Callable[[Tensor], Tensor]]:
-        """Return the change of each noised module's output in this draw, by the module's name."""
-
-        def noise(place: int) -> Callable[[Tensor], Tensor]:
-            return lambda output: self.perturbation.perturb_output(
-                output, record_ids, draw_key, draw, place
-            )
-
-        return {name: noise(place) for place, name in enumerate(self.perturbation.hidden_modules)}
-
-    def _isolated_pass(
-        self,
-        inputs: Inputs,
-        targets: Tensor,
-        draw_key: bytes,
-        record_ids: Tensor | None,
-        draw: int,
-        gradients: list[PerExampleGradient],
-        share: Tensor | float | None,
-    ) -> Tensor:
-        """Add the gradients of a draw by torch.func over the whole model; return the losses (B,).
-
-        Each example has its own perturbed parameters if draws are per example.
-        """
-        draws, own_values = self.perturbation, None
-        if isinstance(draws, ParameterPerturbation) and draws.per_example:
-            if record_ids is None:
-                raise UserError(
-                    "per-example draws need record_ids: a record's noise is keyed by its id"
-                )
-            own_values = 0  # the dimension of the examples
-            values = draws.perturb_parameters_per_example(
-                self._trainable(), record_ids, draw_key, draw
-            )
-        else:
-            values = draws.perturb_parameters(self._trainable(), draw_key, draw)
-        frozen = {
-            name: p.detach() for name, p in self.model.named_parameters() if name not in values
-        }
-
-        def loss(
-            own: dict[str, Tensor],
-            example: Inputs,
-            target: Tensor,
-            weight: Tensor | float | None,
-            zero: Tensor | None,
-        ) -> tuple[Tensor, Tensor]:
-            alone, everything = take(example, None), {**own, **frozen}
-            draws = nullcontext() if zero is None else DrawsByExample(zero)
-            with draws, RecurrentByExample():
-                value = example_losses(self.model, self.objective, everything, alone, target[None])[
-                    0
-                ]
-            return value if weight is None else weight * value, value.detach()
-
-        each = 0 if isinstance(share, Tensor) else None
-        zeros = torch.zeros(len(targets), device=targets.device) if self.draws.any else None
-        per_example = torch.func.vmap(
-            torch.func.grad(loss, has_aux=True),
-            in_dims=(own_values, 0, 0, each, None if zeros is None else 0),
-            randomness="error" if zeros is None else "different",
-        )
-        losses: Tensor
-        with errors_of_isolated_models(), sums_in_order(device_of(inputs)):
-            grads, losses = per_example(values, inputs, targets, share, zeros)
-        for name, gradient in zip(self._named, gradients, strict=True):
-            gradient.add(DenseGradient(grads[name]))
-        return losses
-
     def validate(self, inputs: Inputs, targets: Tensor) -> None:
         """Check that the model does not mix examples, and choose the micro-batch. Returns nothing.
 
@@ -805,12 +641,8 @@ class GradientEngine:
         """
         with preserve_random_state(device_of(inputs)):
             if not self._checked:
-                self._find_fewest_rows(inputs, targets)
                 self._settle_layouts(inputs, targets)
-                check_example_independence(
-                    self.model, self.objective, self._empty_gradients, inputs, targets,
-                    self._alone, self._fewest_rows,
-                )  # fmt: skip
+                check_example_independence(self._captured, self._empty_gradients, inputs, targets)
                 return_freed_memory()
         self.prepare(inputs, targets)
 
@@ -827,41 +659,38 @@ class GradientEngine:
         Raises:
             UserError: examples of this shape do not run.
         """
-        if isinstance(self.objective, OwnLoss):
-            self._screened = inputs, targets
-        self._checked, self._modes = True, self._current_modes()
+
+        def losses_of_rows(number: int, rows: list[int]) -> Tensor:
+            label, ids = ("pass", "tried", number), torch.tensor(rows)
+            return self._per_example_gradients(
+                take(inputs, rows), targets[rows], SYNTHETIC_KEY, ids, {}, None, label
+            )[1]
+
+        captured = self._captured
+        if isinstance(captured.objective, OwnLoss):
+            captured.screened = inputs, targets
+        self._checked, self._modes = True, captured.modes
         with preserve_random_state(device_of(inputs)):
             if not self.vmap:
-                self._find_fewest_rows(inputs, targets)
                 self._settle_layouts(inputs, targets)
-                self._kinds.clear()
-                self._find_shared(inputs, targets)
-            draws = find_drawing_layers(self.model, self._layers, self.objective, inputs, targets)
+                captured.known_shapes.clear()
+                captured.prepare_for(inputs, targets)
+            draws = captured.find_draws(inputs, targets)
             if draws is None:
                 raise UserError(
                     "the model must run on two and on three copies of an example, got an error for "
                     "each: fix it, or give validate() examples that it accepts"
                 )
             self.draws = draws
-            if self._channels_last:
-                self._channels_last = self._takes_channels_last(inputs, targets)
+            captured.check_channels_last(inputs, targets)
             if self.micro_batch is None:
-                self.micro_batch = self._choose_micro_batch(inputs, targets)
-            if draws.any and not (draws.shared or self.vmap):
-                self._find_mixed_draws(inputs, targets)
+                each = self.vmap or self.perturbation.per_example
+                self.micro_batch = captured.choose_rows(
+                    inputs, targets, self._empty_gradients(), each=each
+                )
+            if draws.any and not (draws.shared or self.vmap) and mixes_draws(losses_of_rows):
+                self.draws = replace(draws, shared=("numbers that are put in relation",))
         self._check_draws_by_row(True)
-
-    def _find_mixed_draws(self, inputs: Inputs, targets: Tensor) -> None:
-        """Record whether a row's loss depends on random numbers of other rows."""
-
-        def run(number: int, rows: list[int]) -> Tensor:
-            label, ids = ("pass", "tried", number), torch.tensor(rows)
-            return self._per_example_gradients(
-                take(inputs, rows), targets[rows], SYNTHETIC_KEY, ids, {}, None, label
-            )[1]
-
-        if mixes_draws(run):
-            self.draws = replace(self.draws, shared=("numbers that are put in relation",))
 
     def measure_moves(self, inputs: Inputs, targets: Tensor, blocks: Blocks) -> float:
         """Return the largest change of a clipped gradient when a record moves, a float.
@@ -891,18 +720,15 @@ class GradientEngine:
             gradients, _ = self._per_example_gradients(
                 some, labels, SYNTHETIC_KEY, ids, {}, members, ("pass", *rows)
             )
-            table = self._squared_norms(gradients)
+            table = self._captured.squared_norms(gradients, self.perturbation.gradient_weight)
             if table is None:
                 table = torch.zeros(len(self.layers), len(rows), dtype=torch.float64)
-            return gradients, self._factors(table)[self._row]
+            return gradients, self._factors(table)[self._captured.clip_rows]
 
         moved = DrawsOfRows(run) if self.draws.any else run
         with preserve_random_state(device_of(inputs)):
             found = largest_move(moved, len(targets), self.rows_per_pass(blocks))
         return found / self.sensitivity
-
-    def _current_modes(self) -> list[bool]:
-        return [module.training for module in self.model.modules()]
 
     def _check_kind(self, inputs: Inputs, targets: Tensor) -> None:
         """Check the model before its first sum and after its layers change their mode; find shared
@@ -911,85 +737,14 @@ class GradientEngine:
         A model that normalizes over the batch only in training mode, such as BatchNorm, passes in
         evaluation mode.
         """
-        modes = self._current_modes()
+        modes = self._captured.modes
         if modes != self._modes:
             self._refuse_layers(self.model)
             self._modes, self._checked = modes, self.vmap
         if not (self._checked and self.micro_batch):
-            self.validate(*self._invented(inputs, targets, NUM_EXAMPLES))
+            self.validate(*self._captured.invented(inputs, targets, NUM_EXAMPLES))
         if not self.vmap:
-            self._find_shared(inputs, targets, invented=False)
-
-    def _find_shared(self, inputs: Inputs, targets: Tensor, *, invented: bool = True) -> None:
-        """Find the arguments that calls of layers share for records of this shape, once per shape.
-
-        Args:
-            invented: whether the examples contain nothing private; if not, only their shapes and
-                types are read.
-
-        Raises:
-            UserError: examples of this shape do not run.
-        """
-        shapes = [tuple(each.shape[1:]) for each in (*tensors_of(inputs), targets)]
-        found = self._kinds.get(str(shapes))
-        if found is None:
-            some = (inputs, targets) if invented else self._invented(inputs, targets, 1)
-            if not find_shared_arguments(self.model, self._layers, self.objective, *some):
-                raise UserError(
-                    "the model must run on two and on three copies of an example, got an error "
-                    f"for inputs and targets of shapes {shapes}: give validate() such examples"
-                )
-            found = [(dict(layer.shared), dict(layer.lengths)) for layer in self._layers]
-            self._kinds[str(shapes)] = found
-        for layer, (shared, lengths) in zip(self._layers, found, strict=True):
-            layer.shared.clear()
-            layer.shared.update(shared)
-            layer.lengths.clear()
-            layer.lengths.update(lengths)
-
-    def _takes_channels_last(self, inputs: Inputs, targets: Tensor) -> bool:
-        """Return whether the model runs in channels-last format; `view` of dimensions may not."""
-        seen = self._laid_out(take(inputs, slice(2)))
-        with torch.no_grad():
-            try:
-                example_losses(self.model, self.objective, self._trainable(), seen, targets[:2])
-            except RuntimeError:
-                return False
-        return True
-
-    def _choose_micro_batch(self, inputs: Inputs, targets: Tensor) -> int:
-        """Return the examples per pass, by the bytes that a pass over two examples keeps alive."""
-        if self.vmap or self.perturbation.per_example:
-            example = 16 * self.size + 64 * sum(each[0].numel() for each in tensors_of(inputs))
-            return max(1, _MICRO_BATCH_BYTES // example)
-        probe, pair = 2, slice(2)
-        saved = kept = 0
-
-        def count(tensor: Tensor) -> Tensor:
-            nonlocal saved
-            if tensor.shape[:1] == (probe,):
-                saved += tensor.numel() * tensor.element_size()
-            return tensor
-
-        gradients = self._empty_gradients()
-        collect = collector(gradients)
-
-        def watch(layer: Layer, call: LayerCall) -> None:
-            nonlocal kept
-            if layer.fallback:  # torch.func does not run under saved-tensor hooks
-                kept += (
-                    probe * 8 * sum(self._sizes[slot] for slot in layer.parameter_indices.values())
-                )
-            else:
-                collect(layer, call)
-
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            run_pass(
-                self.model, self._layers, self.objective, take(inputs, pair), targets[pair],
-                self._trainable(), watch,
-            )  # fmt: skip
-        kept += sum(gradient.nbytes() for gradient in gradients)
-        return max(1, _MICRO_BATCH_BYTES * probe // max(1, 2 * saved + 2 * kept))
+            self._captured.prepare_for(inputs, targets, invented=False)
 
 
 def _records_at(place: int, inputs: Inputs, targets: Tensor) -> tuple[Inputs, Tensor]:
@@ -999,6 +754,17 @@ def _records_at(place: int, inputs: Inputs, targets: Tensor) -> tuple[Inputs, Te
     """
     record = each_tensor(lambda each: each[:, place].contiguous(), inputs)
     return record, targets[:, place].contiguous()
+
+
+def hidden_noise(
+    perturbation: Perturbation, record_ids: Tensor | None, draw_key: bytes, draw: int
+) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return the change of each noised module's output in this draw, by the module's name."""
+    change = partial(
+        perturbation.perturb_output, record_ids=record_ids, draw_key=draw_key, draw=draw
+    )
+    modules = enumerate(perturbation.hidden_modules)
+    return {name: partial(change, module=place) for place, name in modules}
 
 
 # --- the objective ----------------------------------------------------------------------------

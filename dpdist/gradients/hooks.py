@@ -6,7 +6,6 @@ autograd computes back-signals only, and the model's own parameters are never wr
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from dpdist.gradients.layer_rules import (
     per_example_vjp,
 )
 from dpdist.gradients.per_example import LayerCall, PerExampleGradient, sums_in_order
-from dpdist.gradients.random_passes import Draws, States, find_draws, random_states
+from dpdist.gradients.random_passes import States, random_states
 
 # --- losses and batches -----------------------------------------------------------------------
 
@@ -138,11 +137,11 @@ class Layer:
     in the model, by local name, of all its parameters. fallback: whether it has no rule and runs by
     torch.func, with all its submodules. shared: for such a layer and for an embedding, shapes of
     the arguments that belong to no example, by place; by the number of a call in its pass and the
-    form of its arguments (`find_shared_arguments`). lengths: for a layer that treats positions
-    separately, number of dimensions of its output and the inputs as long as it, by number of the
-    call. draws: whether its rule runs it again and it uses random numbers; without a rule it then
-    runs by torch.func in the forward pass too. alone: whether it runs by torch.func because hooks
-    cannot follow a layer in it.
+    form of its arguments. lengths: for a layer that treats positions separately, number of
+    dimensions of its output and the inputs as long as it, by number of the call. draws: whether its
+    rule runs it again and it uses random numbers; without a rule it then runs by torch.func in the
+    forward pass too. alone: whether it runs by torch.func because hooks cannot follow a layer in
+    it. `CapturedModel` finds the last four.
     """
 
     name: str
@@ -226,11 +225,6 @@ def find_layers(model: nn.Module, alone: Collection[str] = ()) -> list[Layer]:
 WHOLE = "(the model itself)"
 
 
-def _twins(model: nn.Module, layers: list[Layer]) -> list[Layer]:
-    """Return the layers of a copy of the model."""
-    return find_layers(model, [layer.name for layer in layers if layer.alone])
-
-
 # modules that hold parameters and are never called on examples
 _ParameterContainer = nn.ParameterList | nn.ParameterDict | ParametrizationList
 
@@ -251,21 +245,21 @@ def _own_parameters(module: nn.Module) -> tuple[dict[str, nn.Parameter], list[nn
     return own, [holder for _, holder in holders]
 
 
-@dataclass
 class _PassState:
-    """The state of one pass."""
+    """The state of one pass over these inputs, with these parameters."""
 
-    batch: int
-    values: Mapping[str, Tensor]
-    anchor: Tensor
-    on_call: LayerCallback
-    # Calls with several outputs wait for the end of the backward pass.
-    pending: list[tuple[Layer, _DeferredCall]] = field(default_factory=list)
-    in_rule: bool = False
-    calls: Counter[str] = field(default_factory=Counter)  # by layer
-    shapes: Sequence[torch.Size] = ()  # of the inputs
-    # For layers that draw: generators when the call began, and the shared arguments.
-    entered: dict[str, list[tuple[States, frozenset[int]]]] = field(default_factory=dict)
+    def __init__(
+        self, inputs: Inputs, values: Mapping[str, Tensor], on_call: LayerCallback
+    ) -> None:
+        self.batch, self.shapes = rows_of(inputs), [each.shape for each in tensors_of(inputs)]
+        self.values, self.on_call = values, on_call
+        self.anchor = torch.zeros(0, device=device_of(inputs), requires_grad=True)
+        # Calls with several outputs wait for the end of the backward pass.
+        self.pending: list[Callable[[], None]] = []
+        self.in_rule = False
+        self.calls: Counter[str] = Counter()  # by layer
+        # For layers that draw: generators when the call began, and the shared arguments.
+        self.entered: dict[str, list[tuple[States, frozenset[int]]]] = {}
 
     def beginnings(self, length: int) -> Beginnings:
         """Return inputs, and numbers of their first dimensions, with this many positions."""
@@ -343,16 +337,6 @@ class _PassState:
             self.in_rule = False
 
 
-@dataclass
-class _DeferredCall:
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outputs: list[Tensor]
-    output_gradients: list[Tensor | None]
-    shared: frozenset[int]
-    states: States | None
-
-
 def _is_half(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.dtype in _HALF
 
@@ -374,156 +358,43 @@ class _Attach(torch.autograd.Function):
         return None, None
 
 
-def run_pass(
-    model: nn.Module,
-    layers: list[Layer],
-    objective: Objective,
-    inputs: Inputs,
-    targets: Tensor,
-    values: Mapping[str, Tensor],
-    on_call: LayerCallback,
-    *,
-    weights: Tensor | float | None = None,
-) -> Tensor:
-    """Run the model on one micro-batch and return the losses (B,), detached.
-
-    on_call: receives every layer call with its output gradients. values: the trainable parameters
-    by name, detached. weights: weights of the losses in the sum that is differentiated, (B,) or one
-    for all (default 1).
-
-    Raises UserError if the objective does not return one loss per example or a layer does not keep
-    the examples apart.
-    """
-    everything = {name: p.detach() for name, p in model.named_parameters()} | dict(values)
-    anchor = torch.zeros(0, device=device_of(inputs), requires_grad=True)
-    current = _PassState(rows_of(inputs), everything, anchor, on_call)
-    current.shapes = [tensor.shape for tensor in tensors_of(inputs)]
-
-    def forward_and_backward() -> Tensor:
-        seen = each_tensor(Tensor.detach, inputs)
-        losses = example_losses(model, objective, everything, seen, targets)
-        if losses.requires_grad:
-            (losses if weights is None else losses * weights).sum().backward()
-        return losses
-
+@contextmanager
+def captured_calls(
+    layers: list[Layer], inputs: Inputs, values: Mapping[str, Tensor], on_call: LayerCallback
+) -> Iterator[None]:
+    """Give each call of a layer in a forward and backward pass to `on_call`, with the gradients of
+    its output. values: all parameters by name, detached."""
+    current = _PassState(inputs, values, on_call)
     with _install_hooks(layers, current), torch.enable_grad(), sums_in_order(device_of(inputs)):
-        losses: Tensor = run_with_values(model, everything, forward_and_backward)
+        yield
         with torch.no_grad():
-            for layer, call in current.pending:
-                if any(signal is not None for signal in call.output_gradients):
-                    signals = [
-                        torch.zeros_like(output) if signal is None else signal
-                        for output, signal in zip(call.outputs, call.output_gradients, strict=True)
-                    ]
-                    current.deliver(
-                        layer, call.args, call.kwargs, signals, call.shared, call.states
-                    )
-    return losses.detach()
+            while current.pending:  # each refers to `current`, and to activations
+                current.pending.pop(0)()
 
 
-# Shapes of arguments by place, by name of the layer and number and form of the call.
-_Shapes = dict[tuple[str, tuple[int, str]], dict[int, torch.Size]]
-# Number of dimensions of the output and its lengths, by name of the layer and number of the call.
-_Lengths = dict[tuple[str, int], tuple[int, Beginnings]]
-
-
-def find_shared_arguments(
-    model: nn.Module, layers: list[Layer], objective: Objective, inputs: Inputs, targets: Tensor
-) -> bool:
-    """Find the arguments of layers that belong to no example, and the lengths of outputs.
-
-    Such arguments are a mask (T, T) or positions (T,); lengths are those of layers that treat
-    positions separately. Passes of two and of three rows of a copy of the model tell them from
-    records. The layers keep the results. Positions that are looked up once are shared if the losses
-    are the same when every example has a copy; a model that adds a dimension before them does not
-    accept copies.
-
-    Args:
-        layers: from `find_layers(model)`.
-        inputs, targets: (B, ...), B >= 1, public or invented; the first example is repeated.
-
-    Returns:
-        Whether such passes run; if not, only lengths could decide.
-    """
-    if not any(map(_is_watched, layers)):
-        return True
-    for layer in layers:
-        layer.shared.clear()
-        layer.lengths.clear()
-    device = device_of(inputs)
-
-    def run(rows: int) -> tuple[_Shapes, _Lengths, Tensor]:
-        some, labels = take(inputs, [0] * rows), targets[[0] * rows]
-        # All passes use the same random numbers, and the caller's generator does not change.
-        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            return _argument_shapes(_copy_of(model), layers, objective, some, labels)
-
-    try:
-        (two, short, losses), (three, long, _) = run(2), run(3)
-    except Exception:  # any error of a user's module; an executed pass reports it
-        return False
-    for layer in layers:
-        for (name, call), (size, beginnings) in short.items():
-            if name == layer.name and (name, call) in long:
-                layer.lengths[call] = size, beginnings & long[name, call][1]
-        for (name, key), shapes in two.items():
-            others = three.get((name, key), {})
-            if name == layer.name:
-                layer.shared[key] = {
-                    place: shape
-                    for place, shape in shapes.items()
-                    if others.get(place) == shape and (layer.fallback or len(shape) == 1)
-                }
-    tables = [layer for layer in layers if layer.rule is embedding and any(layer.shared.values())]
-    if tables and not _same_losses(losses, lambda: run(2)[2]):
-        for layer in tables:
-            layer.shared.clear()
-    return True
-
-
-def _copy_of(model: nn.Module) -> nn.Module:
-    """Return a copy with the same parameters; the model itself if it cannot be copied, as with a
-    lock."""
-    try:
-        return copy.deepcopy(model, {id(each): each for each in model.parameters()})
-    except Exception:  # any error of a user's objects
-        return model
-
-
-def _is_watched(layer: Layer) -> bool:
+def is_watched(layer: Layer) -> bool:
+    """Return whether it may have arguments that belong to no example, or treats positions."""
     return layer.may_share or layer.rule in POSITIONWISE
 
 
-def _same_losses(losses: Tensor, run: Callable[[], Tensor]) -> bool:
-    try:
-        return torch.allclose(losses, run(), rtol=1e-3, atol=1e-6, equal_nan=True)
-    except Exception:  # for example shapes that do not fit
-        return False
+@contextmanager
+def watched_calls(layers: list[Layer], twins: list[Layer], inputs: Inputs) -> Iterator[None]:
+    """Let the layers of a model's copy keep the shapes of all arguments in a forward pass.
 
-
-def _argument_shapes(
-    model: nn.Module, layers: list[Layer], objective: Objective, inputs: Inputs, targets: Tensor
-) -> tuple[_Shapes, _Lengths, Tensor]:
-    """Return shapes of arguments that may belong to no example, lengths of outputs, and the losses.
-
-    All are of one forward pass. layers: the model's; what an embedding looks up for all examples is
-    copied.
+    They also keep the lengths of outputs. What an embedding looks up for all examples is copied.
     """
-    found: _Shapes = {}
-    lengths: _Lengths = {}
-    state = _PassState(rows_of(inputs), {}, targets, lambda layer, call: None)
-    state.shapes = [tensor.shape for tensor in tensors_of(inputs)]
+    state = _PassState(inputs, {}, lambda layer, call: None)
 
-    def watched(layer: Layer) -> Callable[..., Any]:
+    def watched(layer: Layer, twin: Layer) -> Callable[..., Any]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             if not layer.may_share:
                 if isinstance(output, Tensor) and output.dim():
                     state.calls[layer.name] += 1
-                    place = layer.name, state.calls[layer.name]
-                    lengths[place] = output.dim(), state.beginnings(len(output))
+                    length = output.dim(), state.beginnings(len(output))
+                    twin.lengths[state.calls[layer.name]] = length
                 return None
             key, leaves = state.next_call(layer, (args, kwargs))
-            found[layer.name, key] = {
+            twin.shared[key] = {
                 place: leaf.shape for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)
             }
             if layer.rule is embedding and layer.shared.get(key):
@@ -533,16 +404,15 @@ def _argument_shapes(
         return hook
 
     handles = [
-        each.module.register_forward_hook(watched(layer), with_kwargs=True, prepend=True)
-        for each, layer in zip(_twins(model, layers), layers, strict=True)
-        if _is_watched(layer)
+        twin.module.register_forward_hook(watched(layer, twin), with_kwargs=True, prepend=True)
+        for layer, twin in zip(layers, twins, strict=True)
+        if is_watched(layer)
     ]
     try:
-        losses = example_losses(model, objective, {}, inputs, targets)
+        yield
     finally:
         for handle in handles:
             handle.remove()
-    return found, lengths, losses
 
 
 def run_with_values(model: nn.Module, values: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
@@ -631,20 +501,19 @@ def _forward_hook(layer: Layer, current: _PassState) -> Callable[..., Any]:
             if not leaves[position].requires_grad:
                 leaves[position] = _Attach.apply(leaves[position], current.anchor)  # type: ignore[no-untyped-call]
             _require_gradients(layer, leaves[position])
+        if flat:
+            args, kwargs = pytree.tree_map_only(Tensor, by_example, (args, kwargs))
+
+        def deliver(signals: list[Tensor]) -> None:
+            current.deliver(layer, args, kwargs, signals, shared, states)
+
         if len(wanted) == 1:
-            if flat:
-                args, kwargs = pytree.tree_map_only(Tensor, by_example, (args, kwargs))
             leaves[wanted[0]].register_hook(
-                lambda signal: current.deliver(
-                    layer, args, kwargs, [by_example(signal) if flat else signal], shared, states
-                )
+                lambda signal: deliver([by_example(signal) if flat else signal])
             )
         else:
-            outputs = [leaves[position].detach() for position in wanted]
-            call = _DeferredCall(args, kwargs, outputs, [None] * len(wanted), shared, states)
-            current.pending.append((layer, call))
-            for order, position in enumerate(wanted):
-                leaves[position].register_hook(_store(call.output_gradients, order))
+            outputs = [leaves[position] for position in wanted]
+            current.pending.append(_deliver_later(outputs, deliver))
         return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
 
     return hook
@@ -695,64 +564,9 @@ def _drawing_layers(layers: list[Layer], current: _PassState) -> Iterator[None]:
 
 @contextmanager
 def drawing_as_in_passes(layers: list[Layer], inputs: Inputs) -> Iterator[None]:
-    """Let an ordinary forward and backward pass in the block draw what `run_pass` draws."""
-    anchor = torch.zeros(0, device=device_of(inputs))
-    state = _PassState(rows_of(inputs), {}, anchor, lambda layer, call: None)
-    with _drawing_layers(layers, state):
+    """Let an ordinary forward and backward pass in the block draw what a captured one draws."""
+    with _drawing_layers(layers, _PassState(inputs, {}, lambda layer, call: None)):
         yield
-
-
-def find_drawing_layers(
-    model: nn.Module, layers: list[Layer], objective: Objective, inputs: Inputs, targets: Tensor
-) -> Draws | None:
-    """Find what a pass draws, and which layers draw in a call that runs again.
-
-    A copy of the model runs passes of two and of three rows. The generators move.
-
-    Args:
-        layers: from `find_layers(model)`, which keep the result.
-        inputs, targets: (B, ...), B >= 1, public or invented; the first example that runs is
-            repeated.
-
-    Returns:
-        What is drawn; None if no such pass runs.
-
-    Raises:
-        UserError: numbers come from a different generator than torch's global ones.
-    """
-    copied = _copy_of(model)
-    twins = [
-        (each.module, layer.name)
-        for each, layer in zip(_twins(copied, layers), layers, strict=True)
-        if layer.runs_again
-    ]
-
-    def run(example: int, rows: int, inside: list[str]) -> None:
-        handles = []
-        try:
-            for module, name in twins:
-                enter = module.register_forward_pre_hook(lambda *_, name=name: inside.append(name))
-                leave = module.register_forward_hook(lambda *_: inside.pop() and None)
-                handles += [enter, leave]
-            some = take(inputs, [example] * rows), targets[[example] * rows]
-            example_losses(copied, objective, {}, *some)
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    for example in range(len(targets)):
-        try:
-            found = find_draws(partial(run, example), device_of(inputs))
-            break
-        except (UserError, torch.OutOfMemoryError):
-            raise
-        except Exception:  # any error of a user's module, as with non-finite numbers
-            continue
-    else:
-        return None
-    for layer in layers:
-        layer.draws = layer.alone or layer.name in found.inside
-    return found
 
 
 def _for_each_example(batch: int, shared: Collection[int], *values: Any) -> Any:
@@ -824,11 +638,21 @@ def _detach_arguments(
     return pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))  # type: ignore[no-any-return]
 
 
-def _store(signals: list[Tensor | None], order: int) -> Callable[[Tensor], None]:
-    def store(signal: Tensor) -> None:
-        signals[order] = signal
+def _deliver_later(
+    outputs: list[Tensor], deliver: Callable[[list[Tensor]], None]
+) -> Callable[[], None]:
+    """Return a function that delivers the signals of these outputs, if there are any."""
+    signals: dict[int, Tensor] = {}
+    likes = [output.detach() for output in outputs]
+    for place, output in enumerate(outputs):
+        output.register_hook(partial(signals.__setitem__, place))
 
-    return store
+    def run() -> None:
+        if signals:
+            numbered = enumerate(likes)
+            deliver([signals[n] if n in signals else torch.zeros_like(o) for n, o in numbered])
+
+    return run
 
 
 def _check_batch_dimension(layer: Layer, batch: int, outputs: list[Tensor]) -> None:

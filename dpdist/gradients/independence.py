@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from dpdist.core.errors import UserError
+from dpdist.gradients.captured_model import CapturedModel
 from dpdist.gradients.hooks import (
     Inputs,
     Objective,
@@ -30,10 +31,6 @@ from dpdist.gradients.hooks import (
     drawing_as_in_passes,
     each_tensor,
     example_losses,
-    find_drawing_layers,
-    find_layers,
-    find_shared_arguments,
-    run_pass,
     take,
 )
 from dpdist.gradients.per_example import PerExampleGradient
@@ -95,13 +92,10 @@ _MIXES = (
 
 
 def check_example_independence(
-    model: nn.Module,
-    objective: Objective,
+    captured: CapturedModel,
     make_gradients: Callable[[], list[PerExampleGradient]],
     inputs: Inputs,
     targets: Tensor,
-    alone: Collection[str] = (),
-    fewest: int = 1,
 ) -> None:
     """Check with examples that a model does not mix them and that no gradient is missed.
 
@@ -113,31 +107,28 @@ def check_example_independence(
     3. A forward pass must write to no buffer and no parameter.
 
     Args:
-        model: in the mode in which it is trained.
-        objective: what is learned.
+        captured: in the mode in which it is trained. If its passes have two rows at least, an
+            example is compared with a pass of its copies.
         make_gradients: returns empty gradients, one per parameter.
         inputs: (B, ...), public or invented, at least two with finite gradients.
         targets: (B, ...), as the objective takes them.
-        alone: names of modules that run as a whole by torch.func, for each example.
-        fewest: least rows of a pass; with 2 an example is compared with a pass of its copies.
 
     Raises:
         UserError: the check failed, or too few gradients are finite.
     """
+    model = captured.model
     refuse_recurrent_layers(model)
     wide = _float64_copy(model)
     if wide is not None:
         widened = each_tensor(_to_float64, inputs), _to_float64(targets)
         try:
-            return _Screening(
-                wide, objective, make_gradients, *widened, _EXACT, alone, fewest
-            ).run()
+            return _Screening(captured.twin(wide), make_gradients, *widened, _EXACT).run()
         except UserError:
             raise
         except Exception:  # for example constants in a different precision
             pass
     try:
-        _Screening(model, objective, make_gradients, inputs, targets, _OWN, alone, fewest).run()
+        _Screening(captured.twin(model), make_gradients, inputs, targets, _OWN).run()
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # any error of a user's module
@@ -162,29 +153,22 @@ class _Screening:
 
     def __init__(
         self,
-        model: nn.Module,
-        objective: Objective,
+        captured: CapturedModel,
         make_gradients: Callable[[], list[PerExampleGradient]],
         inputs: Inputs,
         targets: Tensor,
         tolerances: tuple[float, float, float],
-        alone: Collection[str],
-        fewest: int,
     ) -> None:
-        self.model, self.objective, self.make_gradients = model, objective, make_gradients
+        self.captured, self.make_gradients = captured, make_gradients
         self.inputs, self.targets, self.device = inputs, targets, device_of(inputs)
-        self.layers = find_layers(model, alone)
-        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.values = {name: parameter.detach() for name, parameter in self.parameters.items()}
+        self.values = captured.values()
         self.tolerance, self.absolute_tolerance, self.last_digits = tolerances
-        self.exact, self.fewest = tolerances is _EXACT, fewest
+        self.exact = tolerances is _EXACT
 
     def run(self) -> None:
-        before = _marks(self.model)
-        find_shared_arguments(self.model, self.layers, self.objective, self.inputs, self.targets)
-        drawn = find_drawing_layers(
-            self.model, self.layers, self.objective, self.inputs, self.targets
-        )
+        before = _marks(self.captured.model)
+        self.captured.find_shared_arguments(self.inputs, self.targets)
+        drawn = self.captured.find_draws(self.inputs, self.targets)
         among = torch.cat([self._sizes(rows) for rows in self._companies()])
         finite = among.isfinite().all(1).nonzero().flatten().tolist()
         if len(finite) < 2:
@@ -200,7 +184,7 @@ class _Screening:
         else:
             for row in finite:
                 self._compare(self._sizes([row])[0], among[row], [row], 0)
-        for name, mark in _marks(self.model).items():
+        for name, mark in _marks(self.captured.model).items():
             if mark != before.get(name):
                 raise UserError(
                     f"{name} changed in a forward pass, which would store statistics of private "
@@ -222,8 +206,8 @@ class _Screening:
         The first norm is that of the whole gradient, the others those of its parameters' parts.
         """
         count = len(rows)
-        if count < self.fewest:
-            rows = rows * self.fewest
+        if count < self.captured.fewest_rows:
+            rows = rows * self.captured.fewest_rows
         losses, gradients = self._gradients(take(self.inputs, rows), self.targets[rows], values)
         squares = torch.stack(self._squares(gradients, len(rows)))
         found = torch.cat([losses.double()[None], squares.sum(0)[None].sqrt(), squares.sqrt()])
@@ -233,10 +217,7 @@ class _Screening:
         self, inputs: Inputs, targets: Tensor, values: Mapping[str, Tensor] | None = None
     ) -> tuple[Tensor, list[PerExampleGradient]]:
         gradients, own = self.make_gradients(), self.values if values is None else values
-        losses = run_pass(
-            self.model, self.layers, self.objective, inputs, targets, own, collector(gradients)
-        )
-        return losses, gradients
+        return self.captured.run(inputs, targets, own, collector(gradients)), gradients
 
     def _squares(self, gradients: list[PerExampleGradient], count: int) -> list[Tensor]:
         """Return the squared norms of the examples' gradients by parameter: float64 (B,)."""
@@ -295,7 +276,7 @@ class _Screening:
             return
         raise UserError(
             f"the model mixes examples: among others, one example's loss or gradient {_MIXES}"
-            f"{describe_layout(self.model)}",
+            f"{describe_layout(self.captured.model)}",
             see="explanation/gradients.md#what-is-refused",
         )
 
@@ -325,13 +306,15 @@ class _Screening:
         states = random_states(self.device)
         _, gradients = self._gradients(inputs, targets)
         restore_states(states, self.device)
-        with torch.enable_grad(), drawing_as_in_passes(self.layers, inputs):
-            total_loss = example_losses(self.model, self.objective, {}, inputs, targets).sum()
+        captured = self.captured
+        with torch.enable_grad(), drawing_as_in_passes(captured.layers, inputs):
+            losses = example_losses(captured.model, captured.objective, {}, inputs, targets)
+            total_loss = losses.sum()
         norms = [float(s.sqrt().sum()) for s in self._squares(gradients, len(targets))]
         whole, largest = math.hypot(*norms), 0.0
         ones = torch.ones(len(targets), dtype=torch.float64, device=self.device)
-        named = list(self.parameters.items())
-        for group in _groups([parameter.numel() for parameter in self.parameters.values()]):
+        named = list(captured.trained.items())
+        for group in _groups([parameter.numel() for _, parameter in named]):
             expected = _autograd(total_loss, [named[slot][1] for slot in group])
             for slot, grad in zip(group, expected, strict=True):
                 if grad is None:

@@ -401,8 +401,7 @@ class Ledger(JournalBacked):
         self._attempts: list[dict[str, Any]] = []
         self._nonces: list[str] = []  # of the processes that wrote here, the last one in force
         self._nonce: str | None = None  # of this process
-        self._releases: dict[tuple[int, int], str] = {}
-        self._release_nonces: dict[tuple[int, int], str] = {}
+        self._releases: dict[tuple[int, int], tuple[str, str]] = {}  # by epoch and step: id, nonce
         self._releases_per_step: Counter[int] = Counter()
         self._query_nonces: list[tuple[str, str]] = []  # question and nonce
         self._answers: dict[str, list[float]] = {}
@@ -450,9 +449,7 @@ class Ledger(JournalBacked):
         elif kind == "process":
             self._nonces.append(record["nonce"])
         elif kind == "release":
-            key = record["epoch"], record["step"]
-            self._releases[key] = record["id"]
-            self._release_nonces[key] = self._nonces[-1]
+            self._releases[record["epoch"], record["step"]] = record["id"], self._nonces[-1]
             self._releases_per_step[record["step"]] += 1
         elif kind == "asked":
             self._query_nonces.append((record["id"], self._nonces[-1] if self._nonces else ""))
@@ -523,9 +520,9 @@ class Ledger(JournalBacked):
 
     def _new_attempt(self, identity: dict[str, str], reason: str) -> None:
         epoch = 0 if self._epoch is None else self._epoch + 1
-        record = {"kind": "attempt", "epoch": epoch, "identity": identity, "reason": reason}
-        self._nonce = None  # one of its own for each
-        self._append({**record, "nonce": self.nonce})
+        self._nonce = new_nonce()  # one of its own for each
+        record = {"epoch": epoch, "identity": identity, "reason": reason, "nonce": self._nonce}
+        self._append({"kind": "attempt", **record})
 
     @property
     def nonce(self) -> str:
@@ -547,11 +544,9 @@ class Ledger(JournalBacked):
         gets that noise. Returns (first step, end, nonce) of each run of steps.
         """
         found: list[tuple[int, int, str]] = []
-        drawn = {
-            step: n for (epoch, step), n in self._release_nonces.items() if epoch == self._epoch
-        }
-        for step in sorted(step for step in drawn if step >= first):
-            nonce = drawn[step]
+        for (epoch, step), (_, nonce) in sorted(self._releases.items()):
+            if epoch != self._epoch or step < first:
+                continue
             if found and found[-1][1:] == (step, nonce):
                 found[-1] = (found[-1][0], step + 1, nonce)
             else:
@@ -573,7 +568,7 @@ class Ledger(JournalBacked):
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"step must be a whole number >= 0, got {step!r}")
         _check_id(release_id)
-        known = self._releases.get((self._epoch, step))
+        known, _ = self._releases.get((self._epoch, step), (None, None))
         if known == release_id:
             return "replay"
         if known is not None:
@@ -602,6 +597,17 @@ class Ledger(JournalBacked):
         self._append({"kind": "asked", "id": query_id})
         return self.num_queries - 1
 
+    def nonce_of_query(self, query_id: str, plan: PrivacyPlan) -> str:
+        """Return the nonce under which an answer is drawn, counted before or now (`record_query`).
+
+        An answer that was counted before may be kept or lost.
+        """
+        for asked, nonce in self._query_nonces:
+            if asked == query_id:
+                return nonce
+        self.record_query(query_id, plan)
+        return self.nonce
+
     def record_answer(self, query_id: str, values: Sequence[float]) -> None:
         """Record a counted answer with its noise, which may be repeated without privacy cost."""
         self._append({"kind": "answered", "id": query_id, "values": list(values)})
@@ -616,13 +622,6 @@ class Ledger(JournalBacked):
     def find_answer(self, query_id: str) -> list[float] | None:
         """Return the answer that was given to this question, or None."""
         return self._answers.get(query_id)
-
-    def find_query_nonce(self, query_id: str) -> str | None:
-        """Return the nonce under which an answer to this question was counted first, or None.
-
-        The answer may be kept or lost.
-        """
-        return next((nonce for asked, nonce in self._query_nonces if asked == query_id), None)
 
     @property
     def recorded_answers(self) -> tuple[list[float], ...]:
@@ -681,20 +680,17 @@ class Ledger(JournalBacked):
         they were counted, others in the first attempt. Later free steps are not counted.
         """
         found = {nonce: [0] * len(plan.phases) for nonce in self.process_nonces}
-        for (_, step), nonce in self._release_nonces.items():
+        for (_, step), (_, nonce) in self._releases.items():
             place = plan.phase_index(step)
             found[nonce][place] += plan.phases[place].num_units is not None
         for place, phase in enumerate(plan.phases):
+            drawn = [attempt["nonce"] for attempt in self._attempts]
             if phase.num_queries:
                 drawn = [nonce for _, nonce in self._query_nonces if nonce in found]
-            else:
-                drawn = [attempt["nonce"] for attempt in self._attempts]
-            if phase.num_units is None:
-                for nonce in drawn[:1]:
-                    found[nonce][place] = 1
-            elif phase.num_queries:
-                for nonce in drawn:
-                    found[nonce][place] += 1
+            elif phase.num_units is not None:
+                continue  # its steps are counted
+            for nonce in drawn if phase.num_units is not None else drawn[:1]:
+                found[nonce][place] += 1
         return {nonce: tuple(counts) for nonce, counts in found.items()}
 
     def remaining_units(self, plan: PrivacyPlan) -> tuple[int, ...]:

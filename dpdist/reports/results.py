@@ -240,7 +240,7 @@ class RunResults:
                 {name: (field["shape"], field["dtype"]) for name, field in fields.items()}
             )
         kind = "tokens" if self.recipe.data.text is not None else "numbers"
-        return f"{' x '.join(map(str, self.input_shape))} {kind}"
+        return f"{' x '.join(map(str, spec['input_shape']))} {kind}"
 
     @property
     def has_fixed_key(self) -> bool:
@@ -329,7 +329,8 @@ class RunResults:
         was initialized at random.
         """
         if not self.folder.pretraining_record.exists():
-            return _began_with(self)
+            stated = "; ".join(each.stated for each in self.recipe.stages)  # by a script
+            return {_BEGAN_WITH: f"private records, in run {stated}"} if stated else {}
         about = read_json(self.folder.pretraining_record, {"part": str, "pretraining_data": str})
         frozen = about["part"]
         if frozen == "features":
@@ -394,7 +395,7 @@ class RunResults:
         with "epsilon", "inf" if nothing is proved, and "delta"), "unit" (str), "assumptions" and
         "notes" (lists of sentences) and others.
         """
-        plan = self.account.whole
+        plan, elsewhere = self.account.whole, self.plan.trained_elsewhere
         notes = ["Hyper-parameters chosen by looking at private results are not counted."]
         searched = {}
         if self.search is not None:
@@ -402,7 +403,7 @@ class RunResults:
             searched = {"searched": str(self.search)}
         if self.budget_problem:
             notes.append(f"All runs on this data set: {self.budget_problem}.")
-        if self.plan.trained_elsewhere:
+        if elsewhere:
             notes = [f"Model: {self.recipe.method.describe(plan)}."]
         elif math.isinf(self.guarantee.epsilon):
             notes.append(f"Nothing is proved about training records: {self.unproved_reason}.")
@@ -413,7 +414,7 @@ class RunResults:
         if self.canary_notice is not None:
             notes.append(f"Audited run: {self.canary_notice}.")
         notes += [f"Audited ({audited.kind}): {audited.summary_line}." for audited in self.audits]
-        summary, elsewhere = self.training_summary, self.plan.trained_elsewhere
+        summary = self.training_summary
         return build_card(
             plan,
             self.account.card_ledger,
@@ -526,12 +527,6 @@ class RunResults:
     def _repr_html_(self) -> str:
         """Return all rows as a table, for a notebook."""
         return format_html_table(self.rows(), _caption(self))
-
-
-def _began_with(facts: RunResults) -> dict[str, str]:
-    """Return the runs that a script started from, each with its own guarantee."""
-    stated = "; ".join(each.stated for each in facts.recipe.stages)
-    return {_BEGAN_WITH: f"private records, in run {stated}"} if stated else {}
 
 
 def _frozen_parameters(facts: RunResults) -> dict[str, str]:

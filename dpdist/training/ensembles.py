@@ -514,16 +514,13 @@ def release_once(
         kept = ledger.find_answer(question)
         if kept is not None:
             return kept
-        nonce = ledger.find_query_nonce(question)
-        if nonce is None:
-            try:
-                ledger.record_query(question, plan)
-            except QueriesExhausted:
-                raise UserError(
-                    f"{folder.path}: what is private has changed since it was released, and would "
-                    "be released a second time; choose another --name"
-                ) from None
-            nonce = ledger.nonce
+        try:
+            nonce = ledger.nonce_of_query(question, plan)
+        except QueriesExhausted:
+            raise UserError(
+                f"{folder.path}: what is private has changed since it was released, and would be "
+                "released a second time; choose another --name"
+            ) from None
         # A fixed key is for tests, which want the same again.
         labels = [nonce, code_digest(PACKAGES)] if job.recipe.privacy.run_key is None else []
         key = derive_key(folder.read_run_key(), "released", plan.fingerprint(), about_id, *labels)

@@ -173,17 +173,16 @@ class Loop:
             charge_rest(ledger, self.plan.steps)
         models.save(self.learner.model, spec, folder.model_folder)
         write_trained(self.learner.model, folder.model_folder)
-        if whole:
-            rounding = {}
-            if self._examples is not None:
-                largest = self.step.shards.largest_shard
-                rounding = measured_rounding(self.step.engine, self._examples, self.plan, largest)
-            made = {
-                "frozen_parameters": frozen,
-                "steps_taken": self.done if self.done < self.plan.steps else 0,
-                "rounding": rounding,
-            }
-            told = {name: value for name, value in made.items() if value}
-            self.monitor.finish(ledger, fallback_layers=self.step.engine.fallback_layers, **told)
-        else:
-            self.pause()
+        if not whole:
+            return self.pause()
+        rounding = {}
+        if self._examples is not None:
+            largest = self.step.shards.largest_shard
+            rounding = measured_rounding(self.step.engine, self._examples, self.plan, largest)
+        made = {
+            "frozen_parameters": frozen,
+            "steps_taken": self.done if self.done < self.plan.steps else 0,
+            "rounding": rounding,
+        }
+        told = {name: value for name, value in made.items() if value}
+        self.monitor.finish(ledger, fallback_layers=self.step.engine.fallback_layers, **told)

@@ -291,7 +291,9 @@ class PrivateScore(RecordValues):
     ) -> None:
         super().__init__(records, value, device)
         self.terms = terms
-        self._key: bytes | None = None
+        self._key: bytes
+        self._plan: PrivacyPlan
+        self._workers: Workers
 
     def check_same(self, workers: Workers, code: str) -> None:
         """Raise UserError, on all workers, unless they score the same records in the same way.
@@ -324,6 +326,7 @@ class PrivateScore(RecordValues):
             raise UserError(f"{path}: missing, and scores were released; restore it")
         elif workers.first:
             write_json(path, {"held out": told})
+        self._plan, self._workers = plan, workers
         self._key = derive_key(key, "held out", told)
 
     def is_due(self, step: int) -> bool:
@@ -331,13 +334,7 @@ class PrivateScore(RecordValues):
         return (step + 1) % self.terms.every == 0
 
     def release(
-        self,
-        step: int,
-        model: nn.Module,
-        ledger: Ledger | None,
-        plan: PrivacyPlan,
-        fixed: bool,
-        workers: Workers,
+        self, step: int, model: nn.Module, ledger: Ledger | None, fixed: bool
     ) -> float | None:
         """Return the model's noisy score after a step: the noisy sum divided by the record count.
 
@@ -350,20 +347,18 @@ class PrivateScore(RecordValues):
             step: number of the step.
             model: after that step, the same on all workers.
             ledger: of the run, open, on worker 0; None on the others.
-            plan: of the run.
             fixed: whether the run key is fixed, as in tests; the noise is then the same again.
-            workers: the processes of the run.
 
         Returns:
             The score, on all workers; None if no score is left, since other attempts used them.
         """
-        assert self._key is not None
+        workers = self._workers
         # By the model, which is released, not by the sum: whether two sums are equal is secret.
         made_of = checkpoint.tensors_digest(model.state_dict())
         query = derive_key(self._key, "asked", step, made_of).hex()
         with workers.sharing_errors():
             workers.check_same({"parameters": made_of})
-            score, nonce = (None, None) if ledger is None else self._look_up(query, ledger, plan)
+            score, nonce = (None, None) if ledger is None else self._look_up(query, ledger)
             first = workers.agree(missing=nonce is not None, score=score)[0]
             if not first["missing"]:
                 told: float | None = first["score"]
@@ -378,9 +373,7 @@ class PrivateScore(RecordValues):
             told = workers.agree(score=score)[0]["score"]
             return told
 
-    def _look_up(
-        self, query: str, ledger: Ledger, plan: PrivacyPlan
-    ) -> tuple[float | None, str | None]:
+    def _look_up(self, query: str, ledger: Ledger) -> tuple[float | None, str | None]:
         """Return a score that was released before, or the nonce of a new one, then on record.
 
         Both are None if no score is left.
@@ -388,21 +381,16 @@ class PrivateScore(RecordValues):
         known = ledger.find_answer(query)
         if known is not None:
             return known[0], None
-        nonce = ledger.find_query_nonce(query)
-        if nonce is None:
-            try:
-                ledger.record_query(query, plan)
-            except QueriesExhausted:
-                return None, None
-            nonce = ledger.nonce
-        return None, nonce
+        try:
+            return None, ledger.nonce_of_query(query, self._plan)
+        except QueriesExhausted:
+            return None, None
 
     def _noisy(self, total: float, query: str, nonce: str | None) -> float:
         """Return a noisy sum divided by the record count; two sums never get the same noise.
 
         nonce: of the process that put the score on record; None with a fixed run key.
         """
-        assert self._key is not None
         labels = [total.hex(), *([] if nonce is None else [nonce])]
         key = derive_key(self._key, "noise", query, *labels)
         noisy = add_noise(np.array([total]), key, self.terms.noise)

@@ -23,15 +23,15 @@ def one_by_one(engine: GradientEngine, inputs, targets: Tensor, ids: Tensor, key
     for label, members, real in labeled_passes(blocks, key, ids.numpy(), rows, engine.rounding):
         of_shard = ("shard", engine.shard) if label[0] == "pass" else ()
         # In the engine's memory format, in whose order dropout draws.
-        some = engine._laid_out(take(inputs, torch.from_numpy(members)))
+        some = engine._captured.laid_out(take(inputs, torch.from_numpy(members)))
         wanted, own_ids = targets[torch.from_numpy(members)], ids[torch.from_numpy(members)]
         passes = []
         for draw in draws:
             drawing = keyed_draws(pass_key(key, *of_shard, *label, "draw", draw), targets.device)
-            values = engine.perturbation.perturb_parameters(engine._trainable(), key, draw)
+            values = engine.perturbation.perturb_parameters(engine._captured.values(), key, draw)
             values = {name: value.requires_grad_() for name, value in values.items()}
             seen = engine.perturb_inputs(some, own_ids, key, draw)
-            with drawing, drawing_as_in_passes(engine._layers, some):
+            with drawing, drawing_as_in_passes(engine._captured.layers, some):
                 losses = example_losses(engine.model, engine.objective, values, seen, wanted)
             passes.append((losses, list(values.values())))
         for row in np.arange(len(members))[real]:

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dpdist.core.errors import UserError
 from dpdist.gradients.clipping import Clipping, NoClipping
-from dpdist.gradients.engine import ClippedSum, GradientEngine, UserMembers
+from dpdist.gradients.engine import ClippedSum, GradientEngine, UserMembers, hidden_noise
 from dpdist.gradients.hooks import Inputs, Objective, device_of, example_losses, rows_of
 from dpdist.gradients.per_example import sums_in_order
 from dpdist.gradients.random_passes import keyed_draws, pass_key
@@ -38,7 +38,7 @@ class WholeBatchEngine(GradientEngine):
                 "privacy.clipping: must be none for a model with BatchNorm, which mixes records"
             )
         super().__init__(model, objective, clipping=clipping, micro_batch=1)
-        self._checked, self._channels_last = True, False  # nothing to look for
+        self._captured.channels_last = False
 
     def _refuse_layers(self, model: nn.Module) -> None:
         """Take BatchNorm."""
@@ -74,15 +74,13 @@ class WholeBatchEngine(GradientEngine):
         if not batch:
             return ClippedSum(flat, 0, 0, 0.0)
         seen = self.perturb_inputs(inputs, record_ids, draw_key, 0)
-        values = {
-            name: value.detach().requires_grad_()
-            for name, value in draws.perturb_parameters(self._trainable(), draw_key, 0).items()
-        }
+        perturbed = draws.perturb_parameters(self._captured.values(), draw_key, 0)
+        values = {name: value.detach().requires_grad_() for name, value in perturbed.items()}
         before = self.model.training
         self.model.train()
         try:
             with (
-                override_outputs(self.model, self._hidden_noise(record_ids, draw_key, 0)),
+                override_outputs(self.model, hidden_noise(draws, record_ids, draw_key, 0)),
                 keyed_draws(pass_key(draw_key, "whole batch"), device_of(inputs))
                 if draw_key
                 else nullcontext(),
@@ -90,7 +88,7 @@ class WholeBatchEngine(GradientEngine):
                 sums_in_order(device_of(inputs)),
             ):
                 losses = example_losses(self.model, self.objective, values, seen, targets)
-                found = torch.autograd.grad(losses.sum(), [values[name] for name in self._named])
+                found = torch.autograd.grad(losses.sum(), [*values.values()])
         finally:
             self.model.train(before)
         flat += torch.cat([each.reshape(-1) for each in found]).double() * draws.gradient_weight

@@ -358,10 +358,9 @@ def test_a_gradient_that_is_not_finite_in_one_layer_alone_counts_as_zero(place, 
 def test_a_half_input_is_widened_before_the_rule(layer):
     """As autocast gives it to layers that answer in float32: norm and sum would be rounded."""
     (found,), calls = find_layers(layer), []
-    current = _PassState(
-        6, dict(layer.named_parameters()), torch.zeros(0), lambda _, call: calls.append(call)
-    )
     inputs, signal = torch.randn(6, 8).bfloat16(), torch.randn(6, 8)
+    parameters = dict(layer.named_parameters())
+    current = _PassState(inputs, parameters, lambda _, call: calls.append(call))
     current.deliver(found, (inputs,), {}, [signal])
     assert calls[0].input.dtype == torch.float32 and calls[0].output_gradient.dtype == torch.float32
     assert all(each.values.dtype == torch.float32 for _, each in found.rule(calls[0]))

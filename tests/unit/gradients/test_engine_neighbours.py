@@ -92,12 +92,11 @@ def test_other_clippings(clipping):
 def unscreened(model: nn.Module, draws: Perturbation | None = None) -> GradientEngine:
     """An engine without its screens, so that what they refuse can be shown to leak."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dpdist.gradients.engine.refuse_mixing_layers", lambda model: None)
+        patch.setattr(GradientEngine, "_refuse_layers", lambda self, model: None)
         engine = GradientEngine(
             model, cross_entropy, clipping=FlatClipping(C), perturbation=draws, micro_batch=100
         )
     engine._checked = True  # as if the self-check had passed
-    engine._has_batch_norm = False  # and no sum looked again
     return engine
 
 

@@ -142,7 +142,7 @@ def test_tokens_are_invented_below_the_vocabulary() -> None:
 
 def check(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
     engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(1.0))
-    check_example_independence(model, cross_entropy, engine._empty_gradients, inputs, targets)
+    check_example_independence(engine._captured, engine._empty_gradients, inputs, targets)
 
 
 def on_frozen_base(read: str, mixes: bool) -> nn.Module:

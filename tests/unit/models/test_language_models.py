@@ -78,9 +78,9 @@ def test_clipped_sums_are_those_of_one_document_at_a_time(family, trained, monke
     assert float((found - defined(model, fields)).norm()) <= 1e-9 * CLIP
     if trained == "adapters":
         assert engine.fallback_layers == []
-        assert all("lora_" in name for name in engine._named)
+        assert all("lora_" in name for name in engine._captured.trained)
     else:
-        assert len(engine._shared) == 1
+        assert len(engine._captured.reused) == 1
 
 
 def test_a_classifier_of_documents():

@@ -141,7 +141,7 @@ def test_an_answer_stands_behind_the_process_that_draws_its_noise(path):
             assert opened.record_query(release(number), plan) == number
             nonces.append(opened.nonce)
     found = Ledger.read(path)
-    assert [found.find_query_nonce(release(number)) for number in range(3)] == nonces
+    assert [found.nonce_of_query(release(number), plan) for number in range(3)] == nonces
     assert found.released_units(plan) == dict.fromkeys(nonces, (1,))
 
 
