@@ -7,6 +7,7 @@ record cannot change the tensors of another one.
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -33,6 +34,7 @@ from dpdist.data.protocol import (
     INPUTS,
     TARGETS,
     Records,
+    canonical,
     check_labels,
     find_generators,
     fingerprint_of,
@@ -52,6 +54,7 @@ _ONE_RECORD = (
     "windows, no statistics of the whole set, no state kept from item to item"
 )
 _CHECK_KEY = bytes(32)  # seeds the augmentations when records are checked; nothing is released
+_DIGEST = 32  # bytes
 
 
 class RecordError(Exception):
@@ -88,9 +91,11 @@ class ItemRecords(Records):
         self._extremes: tuple[Tensor, ...] = ()  # least and largest integer targets, (1, ...) each
         self._count = length_of_source(source, options)
         self._spec: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        self._digests = bytearray()  # of the items as the check read them; empty: read them again
         with kept_generators(self._generators):
             self._units = self._check()
-        self._generators = self._find_generators()
+        if (found := self._find_generators()) != self._generators:  # the check's were not seeded
+            self._generators, self._digests = found, bytearray()
 
     def __len__(self) -> int:
         return self._count
@@ -132,7 +137,12 @@ class ItemRecords(Records):
         then = "ask the data set for that record yourself to see why"
         if options.before_transform is None and self._plain is not self._source:
             then = "it is read without its transform for the fingerprint: give before_transform="
-        items = (self._item(read, index, _CHECK_KEY, then) for index in range(len(self)))
+        items = (
+            bytes(self._digests[_DIGEST * index : _DIGEST * (index + 1)])
+            if self._digests
+            else _digest_of(self._item(read, index, _CHECK_KEY, then))
+            for index in range(len(self))
+        )
         try:
             with kept_generators(self._generators):
                 return fingerprint_of(key, self, chain((told,), items))
@@ -159,7 +169,7 @@ class ItemRecords(Records):
             yield tuple(found)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_last": None}
+        return {**self.__dict__, "_last": None, "_digests": bytearray()}  # no key hides these
 
     def _item(
         self,
@@ -181,8 +191,11 @@ class ItemRecords(Records):
 
     def _fields(self, index: int) -> tuple[dict[str, Tensor], Any]:
         """Return one record's tensors by field, and the form of a batch: dict, tuple or None."""
+        return self._fields_of(index, self._item(self._source.__getitem__, index, self._key))
+
+    def _fields_of(self, index: int, item: Any) -> tuple[dict[str, Tensor], Any]:
+        """Return what `_fields` returns, of the item."""
         options = self._options
-        item = self._item(self._source.__getitem__, index, self._key)
         if self._collate is not None:
             try:
                 seed_generators(seed_of(self._key, index), self._generators)
@@ -252,8 +265,15 @@ class ItemRecords(Records):
     def _check(self) -> list[Hashable] | None:
         """Check fields, types, shapes and labels of every record once; return the units."""
         options, units = self._options, []
+        digested = options.before_transform is None and self._plain is self._source
         for index in range(self._count):
-            named, shape = self._fields(index)
+            item = self._item(self._source.__getitem__, index, self._key)
+            if digested:  # now: reading all items again would double the time before a training
+                try:
+                    self._digests += _digest_of(item)
+                except TypeError:  # `keyed_fingerprint` names the type
+                    digested, self._digests = False, bytearray()
+            named, shape = self._fields_of(index, item)
             own = {n: (t.dtype, tuple(t.shape)) for n, t in named.items()}
             if not index:
                 self._spec = own
@@ -309,6 +329,11 @@ class ItemRecords(Records):
         found = torch.stack(targets)
         check_labels(found, options.classes, options.name)
         return stack_fields(rows), found
+
+
+def _digest_of(item: Any) -> bytes:
+    """Return the digest of an item for a fingerprint. Raises TypeError as `canonical` does."""
+    return hashlib.blake2b(b"".join(canonical(item)), digest_size=_DIGEST).digest()
 
 
 def length_of_source(source: Any, options: Options) -> int:
