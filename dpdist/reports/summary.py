@@ -140,6 +140,9 @@ def _doubtful(facts: Results) -> list[tuple[Severity, str]]:
         counts = [inputs for inputs, _ in about.get("by_class", [])]
         measured = about["correct"], about["inputs"], max(counts, default=0)
         if counts and (doubt := statistics.commonest_class_doubt(*measured)):
+            value, *interval = about.get("metrics", {}).get("AUC", [0.0])
+            if interval and interval[0] > 0.5:  # of a rare class accuracy says little
+                doubt += f", but it ranks better than chance (AUC {value:.3f})"
             texts.append(doubt)
         loss, classes = about.get("cross_entropy"), max(2, len(counts))
         if loss is not None and loss > _HUGE_LOSS * math.log(classes):
