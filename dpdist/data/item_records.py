@@ -43,6 +43,7 @@ from dpdist.data.protocol import (
     map_fields,
     seed_generators,
     seed_of,
+    warn_if_moments_of_standardized,
 )
 from dpdist.data.record_hashes import digests_of_input, stored_input
 
@@ -265,6 +266,7 @@ class ItemRecords(Records):
     def _check(self) -> list[Hashable] | None:
         """Check fields, types, shapes and labels of every record once; return the units."""
         options, units = self._options, []
+        sums: dict[str, Tensor] = {}  # of each column, and of its squares, by field
         digested = options.before_transform is None and self._plain is self._source
         for index in range(self._count):
             item = self._item(self._source.__getitem__, index, self._key)
@@ -278,6 +280,10 @@ class ItemRecords(Records):
             if not index:
                 self._spec = own
             self._compare(own)
+            for name, row in named.items() if not options.ranges else ():
+                if row.dim() == 1 and row.is_floating_point() and name != options.target:
+                    row = row.double()
+                    sums[name] = sums.get(name, 0.0) + torch.stack([row, row.square()])
             target = self._split(named, shape)[1]
             self.has_targets = target is not None
             if target is not None:
@@ -291,6 +297,11 @@ class ItemRecords(Records):
                 named = _fields_of_item(item)[0]
                 require_fields(options, named, ("unit",))
                 units.append(named[options.unit])
+        for name, (total, squares) in sums.items():
+            mean = total / self._count
+            spread = (squares / self._count - mean.square()).clamp(min=0).sqrt()
+            told = f"{options.name}: {name}"
+            warn_if_moments_of_standardized(self._count, mean.numpy(), spread.numpy(), told)
         given = units if isinstance(options.unit, str) else options.unit
         return checked_units(given, self._count, options)
 

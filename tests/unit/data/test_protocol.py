@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -341,6 +342,17 @@ def test_random_transforms_leave_the_fingerprint_alone():
     assert unstable[0] != unstable[1]
     said = as_records(Inside(), before_transform=Items().__getitem__)
     assert said.keyed_fingerprint(KEY) == plain
+
+
+def test_standardized_columns_are_warned_of_wherever_they_are():
+    rows = np.random.default_rng(0).normal(5, 3, size=(40, 3)).astype("float32")
+    scaled, labels = (rows - rows.mean(0)) / rows.std(0), np.zeros(40, int)
+    for data in ((scaled, labels), Items(inputs=scaled, labels=labels)):
+        with pytest.warns(UserWarning, match="mean 0 and standard deviation 1"):
+            as_records(data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        as_records(Items(inputs=rows / 20, labels=labels))
 
 
 def test_items_are_read_once_before_a_training():
