@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
+from dpdist.core.console import log
 from dpdist.data.array_records import (
     IGNORED,
     Options,
@@ -56,6 +58,7 @@ _ONE_RECORD = (
 )
 _CHECK_KEY = bytes(32)  # seeds the augmentations when records are checked; nothing is released
 _DIGEST = 32  # bytes
+_PATIENCE = 3.0  # seconds of silence
 
 
 class RecordError(Exception):
@@ -268,7 +271,11 @@ class ItemRecords(Records):
         options, units = self._options, []
         sums: dict[str, Tensor] = {}  # of each column, and of its squares, by field
         digested = options.before_transform is None and self._plain is self._source
+        start, silent = time.monotonic(), True
         for index in range(self._count):
+            if silent and time.monotonic() > start + _PATIENCE:
+                log(f"{self.name}: reading {self._count:,} records once, to check them")
+                silent = False
             item = self._item(self._source.__getitem__, index, self._key)
             if digested:  # now: reading all items again would double the time before a training
                 try:
