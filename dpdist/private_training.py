@@ -515,15 +515,17 @@ class PrivateTraining:
 
         Args:
             eval_data: public records `(X, y)`, or anything that `dpdist.as_records` takes.
-            metric: "accuracy", "auc", or a function of outputs and targets, two tensors of all
-                records, that returns a number.
+            metric: "accuracy" or "auc" for classes, "mae" or "mse" (mean absolute or squared error)
+                for numbers, or a function of outputs and targets, two tensors of all records, that
+                returns a number.
 
         Returns:
-            The metric, a float: the accuracy or the AUC in [0, 1], or what your function returns.
+            The metric, a float.
             The model is in evaluation mode meanwhile.
 
         Raises:
-            UserError: a record is also in `data`, targets are missing, or the metric is unknown.
+            UserError: a record is also in `data`, targets are missing, or the metric is unknown or
+                does not fit the targets.
 
         Example:
             >>> import tempfile, torch, dpdist
@@ -942,7 +944,7 @@ class PrivateTraining:
         if self._recipe.user_unit is None:
             check_scored_users(self._recipe, self._records, records)
         check_apart(records, {"data": self._records, "eval_data": self._public})
-        scored = PrivateScore(records, terms, value, self._device)
+        scored = PrivateScore(records, terms, value, self._device, self._learner.spec.signature)
         scored.check(self.model)
         self._learner.check_form()
         scored.check_same(self._workers, code_digest_of(self.model, value))

@@ -196,7 +196,7 @@ class TrainFunction:
     def values_on(self, training: PrivateTraining) -> RecordValues:
         """Return the values of the scored records by the model of a training."""
         device = next(training.model.parameters()).device
-        return RecordValues(self.scored, self.value, device)
+        return RecordValues(self.scored, self.value, device, training._learner.spec.signature)
 
     def check_score(self, training: PrivateTraining) -> None:
         """Raise UserError if a record cannot be scored, for private ones in [0, 1]."""

@@ -7,6 +7,8 @@ record cannot change the tensors of another one.
 from __future__ import annotations
 
 import copy
+import hashlib
+import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
+from dpdist.core.console import log
 from dpdist.data.array_records import (
     IGNORED,
     Options,
@@ -33,6 +36,7 @@ from dpdist.data.protocol import (
     INPUTS,
     TARGETS,
     Records,
+    canonical,
     check_labels,
     find_generators,
     fingerprint_of,
@@ -41,6 +45,7 @@ from dpdist.data.protocol import (
     map_fields,
     seed_generators,
     seed_of,
+    warn_if_moments_of_standardized,
 )
 from dpdist.data.record_hashes import digests_of_input, stored_input
 
@@ -52,6 +57,8 @@ _ONE_RECORD = (
     "windows, no statistics of the whole set, no state kept from item to item"
 )
 _CHECK_KEY = bytes(32)  # seeds the augmentations when records are checked; nothing is released
+_DIGEST = 32  # bytes
+_PATIENCE = 3.0  # seconds of silence
 
 
 class RecordError(Exception):
@@ -88,9 +95,11 @@ class ItemRecords(Records):
         self._extremes: tuple[Tensor, ...] = ()  # least and largest integer targets, (1, ...) each
         self._count = length_of_source(source, options)
         self._spec: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        self._digests = bytearray()  # of the items as the check read them; empty: read them again
         with kept_generators(self._generators):
             self._units = self._check()
-        self._generators = self._find_generators()
+        if (found := self._find_generators()) != self._generators:  # the check's were not seeded
+            self._generators, self._digests = found, bytearray()
 
     def __len__(self) -> int:
         return self._count
@@ -132,7 +141,12 @@ class ItemRecords(Records):
         then = "ask the data set for that record yourself to see why"
         if options.before_transform is None and self._plain is not self._source:
             then = "it is read without its transform for the fingerprint: give before_transform="
-        items = (self._item(read, index, _CHECK_KEY, then) for index in range(len(self)))
+        items = (
+            bytes(self._digests[_DIGEST * index : _DIGEST * (index + 1)])
+            if self._digests
+            else _digest_of(self._item(read, index, _CHECK_KEY, then))
+            for index in range(len(self))
+        )
         try:
             with kept_generators(self._generators):
                 return fingerprint_of(key, self, chain((told,), items))
@@ -159,7 +173,7 @@ class ItemRecords(Records):
             yield tuple(found)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_last": None}
+        return {**self.__dict__, "_last": None, "_digests": bytearray()}  # no key hides these
 
     def _item(
         self,
@@ -181,8 +195,11 @@ class ItemRecords(Records):
 
     def _fields(self, index: int) -> tuple[dict[str, Tensor], Any]:
         """Return one record's tensors by field, and the form of a batch: dict, tuple or None."""
+        return self._fields_of(index, self._item(self._source.__getitem__, index, self._key))
+
+    def _fields_of(self, index: int, item: Any) -> tuple[dict[str, Tensor], Any]:
+        """Return what `_fields` returns, of the item."""
         options = self._options
-        item = self._item(self._source.__getitem__, index, self._key)
         if self._collate is not None:
             try:
                 seed_generators(seed_of(self._key, index), self._generators)
@@ -252,12 +269,28 @@ class ItemRecords(Records):
     def _check(self) -> list[Hashable] | None:
         """Check fields, types, shapes and labels of every record once; return the units."""
         options, units = self._options, []
+        sums: dict[str, Tensor] = {}  # of each column, and of its squares, by field
+        digested = options.before_transform is None and self._plain is self._source
+        start, silent = time.monotonic(), True
         for index in range(self._count):
-            named, shape = self._fields(index)
+            if silent and time.monotonic() > start + _PATIENCE:
+                log(f"{self.name}: reading {self._count:,} records once, to check them")
+                silent = False
+            item = self._item(self._source.__getitem__, index, self._key)
+            if digested:  # now: reading all items again would double the time before a training
+                try:
+                    self._digests += _digest_of(item)
+                except TypeError:  # `keyed_fingerprint` names the type
+                    digested, self._digests = False, bytearray()
+            named, shape = self._fields_of(index, item)
             own = {n: (t.dtype, tuple(t.shape)) for n, t in named.items()}
             if not index:
                 self._spec = own
             self._compare(own)
+            for name, row in named.items() if not options.ranges else ():
+                if row.dim() == 1 and row.is_floating_point() and name != options.target:
+                    row = row.double()
+                    sums[name] = sums.get(name, 0.0) + torch.stack([row, row.square()])
             target = self._split(named, shape)[1]
             self.has_targets = target is not None
             if target is not None:
@@ -271,6 +304,11 @@ class ItemRecords(Records):
                 named = _fields_of_item(item)[0]
                 require_fields(options, named, ("unit",))
                 units.append(named[options.unit])
+        for name, (total, squares) in sums.items():
+            mean = total / self._count
+            spread = (squares / self._count - mean.square()).clamp(min=0).sqrt()
+            told = f"{options.name}: {name}"
+            warn_if_moments_of_standardized(self._count, mean.numpy(), spread.numpy(), told)
         given = units if isinstance(options.unit, str) else options.unit
         return checked_units(given, self._count, options)
 
@@ -309,6 +347,11 @@ class ItemRecords(Records):
         found = torch.stack(targets)
         check_labels(found, options.classes, options.name)
         return stack_fields(rows), found
+
+
+def _digest_of(item: Any) -> bytes:
+    """Return the digest of an item for a fingerprint. Raises TypeError as `canonical` does."""
+    return hashlib.blake2b(b"".join(canonical(item)), digest_size=_DIGEST).digest()
 
 
 def length_of_source(source: Any, options: Options) -> int:

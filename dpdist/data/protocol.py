@@ -209,9 +209,17 @@ def warn_if_standardized(inputs: np.ndarray, name: str) -> None:
 
     inputs: (N, columns) of numbers that are not scaled by a public range.
     """
-    if inputs.ndim != 2 or inputs.dtype.kind != "f" or len(inputs) < _FEWEST_ROWS:
+    if inputs.ndim == 2 and inputs.dtype.kind == "f":
+        mean, spread = inputs.mean(0, dtype=np.float64), inputs.std(0, dtype=np.float64)
+        warn_if_moments_of_standardized(len(inputs), mean, spread, name)
+
+
+def warn_if_moments_of_standardized(
+    count: int, mean: np.ndarray, spread: np.ndarray, name: str
+) -> None:
+    """Warn as `warn_if_standardized`, by the means and standard deviations of `count` rows."""
+    if count < _FEWEST_ROWS:
         return
-    mean, spread = inputs.mean(0, dtype=np.float64), inputs.std(0, dtype=np.float64)
     scaled = (np.abs(mean) < _NO_MEAN) & (np.abs(spread - 1) < _UNIT_SPREAD)
     if scaled.sum() * 2 >= max(1, np.count_nonzero(spread)):
         warn(

@@ -402,10 +402,11 @@ def largest_move(run: RunClipped, count: int, rows: int) -> float:
     for start in range(0, count, max(2, rows)):
         here = list(range(start, min(count, start + max(2, rows))))
         before = run(here)
+        used = [each.squared_norms() is not None for each in before[0]]  # the same for every order
         for order in ([here[-1], *here[:-1]], here[1:]):
             after = run(order)
             for place, example in enumerate(order):
-                change = _change(before, example - start, after, place)
+                change = _change(before, example - start, after, place, used)
                 largest = max(largest, change if math.isfinite(change) else 0.0)
     return largest
 
@@ -415,11 +416,12 @@ def _change(
     place: int,
     after: tuple[list[PerExampleGradient], Tensor],
     moved_to: int,
+    used: Sequence[bool],
 ) -> float:
     squared = 0.0
     for slot, (one, other) in enumerate(zip(before[0], after[0], strict=True)):
-        if one.squared_norms() is not None and other.squared_norms() is not None:
+        if used[slot]:
             first = before[1][slot, place] * one.of_example(place)
             second = after[1][slot, moved_to] * other.of_example(moved_to)
-            squared += float((first - second).square().sum())
+            squared += float(first.sub_(second).square_().sum())
     return math.sqrt(squared)

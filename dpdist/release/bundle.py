@@ -444,8 +444,8 @@ def refuse_fields(spec: ModelSpec, path: Path) -> None:
     signature = Signature.parse(spec.signature, str(path))
     call = ", ".join(f"{name!r}: ..." for name in signature.fields)
     raise UserError(
-        f"{path}: reads {signature}, which cannot be certified or read from files: release it, "
-        f"and call dpdist.load(folder).predict({{{call}}})",
+        f"{path}: reads {signature}, which cannot be certified or read from files: call "
+        f"dpdist.load(RELEASE).predict({{{call}}})",
         see="how-to/releases.md#a-model-of-several-inputs",
     )
 

@@ -49,7 +49,7 @@ def model_card(description: ReleaseDescription, card: Mapping[str, Any], spec: M
         about=description,
         card=card,
         spec=spec,
-        kind=_model_kind(spec),
+        kind=_model_kind(spec, description.data.targets),
         unknown=no_epsilon(card),
         rows=format_markdown_table(release_rows(description, card)),
         signature=signature,
@@ -68,17 +68,19 @@ def model_card(description: ReleaseDescription, card: Mapping[str, Any], spec: M
     )
 
 
-def _model_kind(spec: ModelSpec) -> str:
+def _model_kind(spec: ModelSpec, targets: str) -> str:
     if spec.following:
         return "predictor of the next token"
-    kind = describe_averaging("classifier", spec.shifts, spec.mirrored)
+    name = "predictor of numbers" if targets == "number" else "classifier"
+    kind = describe_averaging(name, spec.shifts, spec.mirrored)
     return f"{kind}," if spec.averages_views else kind
 
 
 def _metadata(
     description: ReleaseDescription, card: Mapping[str, Any], spec: ModelSpec
 ) -> dict[str, Any]:
-    kind = "image-classification" if len(spec.input_shape) == 3 else "tabular-classification"
+    of_rows = "regression" if description.data.targets == "number" else "classification"
+    kind = "image-classification" if len(spec.input_shape) == 3 else f"tabular-{of_rows}"
     if description.tokens:
         kind = "text-generation" if spec.following else "text-classification"
     tags = _TAGS if no_epsilon(card) is None else _TAGS[1:]

@@ -154,6 +154,9 @@ def evaluation_doubts(about: Mapping[str, Any]) -> list[str]:
     if not counts:
         return []
     doubt = statistics.commonest_class_doubt(about["correct"], about["inputs"], max(counts))
+    value, *interval = about.get("metrics", {}).get("AUC", [0.0])
+    if doubt is not None and interval and interval[0] > 0.5:  # of a rare class accuracy says little
+        doubt += f", but it ranks better than chance (AUC {value:.3f})"
     texts, loss = [] if doubt is None else [doubt], about.get("cross_entropy", 0.0)
     if loss is None or loss > _HUGE_LOSS * math.log(max(2, len(counts))):
         texts.append(

@@ -36,7 +36,7 @@ from dpdist.data.protocol import (
     seed_of,
     single_records,
 )
-from dpdist.gradients.hooks import Objective, OwnLoss, each_tensor, example_losses, take
+from dpdist.gradients.hooks import OwnLoss, each_tensor, example_losses, take
 from dpdist.gradients.noise import add_noise
 from dpdist.privacy.calibration import score_noise_for
 from dpdist.privacy.ledger import Ledger, QueriesExhausted
@@ -47,7 +47,7 @@ from dpdist.runs.recipe import Recipe, parse_section
 from dpdist.training import checkpoint
 from dpdist.training.collectives import Workers
 from dpdist.training.record_scores import ACCURACY, RecordScore
-from dpdist.training.script_state import evaluation_mode, kept_buffers
+from dpdist.training.script_state import evaluation_mode, kept_buffers, outputs_of
 
 # A function of module and batch to one value per record, (B,); or a score of the outputs.
 Value = Callable[[nn.Module, Any], Tensor] | RecordScore
@@ -187,12 +187,19 @@ class RecordValues:
         value: function of the module and a batch of one record to its value, (1,); None for
             accuracy.
         device: of the model.
+        signature: how the model is called with several fields (`ModelSpec.signature`), else empty.
     """
 
-    def __init__(self, records: Records, value: Value | None, device: torch.device) -> None:
-        self.records, self._device = records, device
+    def __init__(
+        self,
+        records: Records,
+        value: Value | None,
+        device: torch.device,
+        signature: Mapping[str, Any],
+    ) -> None:
+        self.records, self._device, self._signature = records, device, signature
         by_outputs = ACCURACY if value is None else value
-        self._objective: Objective = (
+        self._objective: RecordScore | OwnLoss = (
             by_outputs if isinstance(by_outputs, RecordScore) else OwnLoss(by_outputs)
         )
 
@@ -271,6 +278,8 @@ class RecordValues:
         with torch.no_grad(), kept_buffers(model):
             there = each_tensor(lambda each: each.to(self._device), inputs)
             wanted = targets.to(self._device)
+            if isinstance(self._objective, RecordScore):
+                return float(self._objective(outputs_of(model, there, self._signature), wanted))
             return float(example_losses(model, self._objective, {}, there, wanted))
 
 
@@ -284,12 +293,18 @@ class PrivateScore(RecordValues):
         value: function of the module and a batch of one record to its value, (1,); None for
             accuracy.
         device: of the model.
+        signature: how the model is called with several fields (`ModelSpec.signature`), else empty.
     """
 
     def __init__(
-        self, records: Records, terms: ScriptScore, value: Value | None, device: torch.device
+        self,
+        records: Records,
+        terms: ScriptScore,
+        value: Value | None,
+        device: torch.device,
+        signature: Mapping[str, Any],
     ) -> None:
-        super().__init__(records, value, device)
+        super().__init__(records, value, device, signature)
         self.terms = terms
         self._key: bytes
         self._plan: PrivacyPlan

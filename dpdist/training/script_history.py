@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from dpdist.core.errors import UserError
 from dpdist.core.files import own_only
-from dpdist.data.protocol import Records, fields_of
-from dpdist.models.signature import Signature, plain_outputs
+from dpdist.data.protocol import Records, map_fields
 from dpdist.privacy.guarantee import FIXED_KEY, Guarantee, format_epsilon
-from dpdist.training.script_state import evaluation_mode, kept_buffers
+from dpdist.training.script_state import evaluation_mode, kept_buffers, outputs_of
 
 # --- the report of a step ---------------------------------------------------------------------
 
@@ -141,6 +140,8 @@ _ROWS = 512
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
     """Return the fraction of correct classes, or of correct signs of logits."""
+    if targets.is_floating_point() and not ((targets == 0) | (targets == 1)).all():
+        raise UserError('metric: must be "mae", "mse" or a function, as targets are numbers')
     if targets.is_floating_point() or outputs.shape == targets.shape:
         answers = (outputs.reshape(targets.shape) > 0) == (targets > 0.5)
     elif outputs.dim() == 1 or outputs.shape[1] == 1:
@@ -165,7 +166,22 @@ def auc(outputs: Tensor, targets: Tensor) -> float:
     return float(roc_auc_score(wanted, probabilities, multi_class="ovr"))
 
 
-_METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {"accuracy": accuracy, "auc": auc}
+def mean_absolute_error(outputs: Tensor, targets: Tensor) -> float:
+    """Return the mean of absolute differences."""
+    return float((outputs.reshape(targets.shape) - targets).abs().mean())
+
+
+def mean_squared_error(outputs: Tensor, targets: Tensor) -> float:
+    """Return the mean of squared differences."""
+    return float((outputs.reshape(targets.shape) - targets).square().mean())
+
+
+_METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {
+    "accuracy": accuracy,
+    "auc": auc,
+    "mae": mean_absolute_error,
+    "mse": mean_squared_error,
+}
 
 
 def named_metric(metric: Metric) -> tuple[str, Callable[[Tensor, Tensor], Any]]:
@@ -196,22 +212,13 @@ def evaluate_public(
     """
     if not public.has_targets:
         raise UserError("eval_data: must have targets, got only inputs: give (X, y)")
-    called = Signature.parse(signature, "model") if signature else None
     device = next(model.parameters()).device
     outputs, targets = [], []
     with evaluation_mode(model), kept_buffers(model), torch.inference_mode():
         for start in range(0, len(public), _ROWS):
             rows = np.arange(start, min(start + _ROWS, len(public)))
             batch = public.batch(rows)
-            fields = {name: each.to(device) for name, each in fields_of(batch).items()}
-            if called is not None:
-                answers = called.outputs(model, fields)
-            elif isinstance(batch, Tensor):
-                answers = plain_outputs(model(batch.to(device)))
-            elif isinstance(batch, dict):
-                answers = plain_outputs(model(fields))
-            else:
-                answers = plain_outputs(model(tuple(fields.values())))
-            outputs.append(answers)
+            there = map_fields(lambda each: each.to(device), batch)
+            outputs.append(outputs_of(model, there, signature))
             targets.append(public.targets(rows))
     return float(metric(torch.cat(outputs).cpu(), torch.cat(targets).cpu()))

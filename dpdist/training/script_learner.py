@@ -85,6 +85,14 @@ class ScriptLearner:
             return
         every = sorted(now.keys() | self._form.keys())
         other = [name for name in every if now.get(name, ()) != self._form.get(name, ())]
+        modes = [name for name in other if name.endswith(".training") or name == "training"]
+        if modes == other:
+            raise UserError(
+                f"model: must be in the mode in which it was checked, changed: {other[0]}; call "
+                "model.train() (or eval(), if it was built so) before step(), or measure by "
+                "training.evaluate(...), which switches it back",
+                see="how-to/own-loop.md#what-your-loop-may-look-at",
+            )
         raise UserError(
             f"model: must stay as it is checked, changed: {', '.join(other[:3])}; set it up before "
             "PrivateTraining(...), or start a new run with began_with=",

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dpdist.core.errors import UserError
 from dpdist.data.protocol import fields_of
-from dpdist.models.signature import Signature
+from dpdist.models.signature import Signature, plain_outputs
 from dpdist.privacy.ledger import Ledger
 from dpdist.training.checkpoint import TrainState, load_latest, save
 
@@ -356,6 +356,16 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (bool, int, float, str, type(None))
+
+
+def outputs_of(model: nn.Module, batch: Any, signature: Mapping[str, Any]) -> Any:
+    """Return a model's outputs for a batch of records.
+
+    signature: how it is called with several fields (`ModelSpec.signature`); empty: with the batch.
+    """
+    if not signature:
+        return plain_outputs(model(batch))
+    return Signature.parse(signature, "model").outputs(model, fields_of(batch))
 
 
 def form_of(model: nn.Module) -> dict[str, Any]:

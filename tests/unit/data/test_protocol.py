@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -337,10 +338,37 @@ def test_random_transforms_leave_the_fingerprint_alone():
             x, y = super().__getitem__(index)
             return x + int.from_bytes(os.urandom(2), "little"), y
 
-    unstable = as_records(Inside())
-    assert unstable.keyed_fingerprint(KEY) != unstable.keyed_fingerprint(KEY)
+    unstable = [as_records(Inside()).keyed_fingerprint(KEY) for _ in range(2)]
+    assert unstable[0] != unstable[1]
     said = as_records(Inside(), before_transform=Items().__getitem__)
     assert said.keyed_fingerprint(KEY) == plain
+
+
+def test_standardized_columns_are_warned_of_wherever_they_are():
+    rows = np.random.default_rng(0).normal(5, 3, size=(40, 3)).astype("float32")
+    scaled, labels = (rows - rows.mean(0)) / rows.std(0), np.zeros(40, int)
+    for data in ((scaled, labels), Items(inputs=scaled, labels=labels)):
+        with pytest.warns(UserWarning, match="mean 0 and standard deviation 1"):
+            as_records(data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        as_records(Items(inputs=rows / 20, labels=labels))
+
+
+def test_items_are_read_once_before_a_training():
+    read = []
+
+    class Counted(Items):
+        def __getitem__(self, index):
+            read.append(index)
+            return super().__getitem__(index)
+
+    records = as_records(Counted())
+    found = records.keyed_fingerprint(KEY)
+    assert read == [*range(6)]
+    assert found == as_records(Items()).keyed_fingerprint(KEY)
+    records._digests.clear()  # as in another process, which reads the items again
+    assert records.keyed_fingerprint(KEY) == found and len(read) == 12
 
 
 def noisy(x: torch.Tensor) -> torch.Tensor:

@@ -103,6 +103,14 @@ def test_the_verdict_is_as_bad_as_the_worst_that_is_known(
     assert make_verdict(facts).severity == "bad"
 
 
+def test_the_verdict_on_a_rare_class_names_the_ranking(facts):
+    found = {"correct": 90, "inputs": 100, "by_class": [[90, 90], [10, 0]]}
+    for metrics, named in (({}, False), ({"AUC": [0.8, 0.7, 0.9]}, True), ({"AUC": [0.5]}, False)):
+        rare = dataclasses.replace(facts, evaluation={**found, "metrics": metrics})
+        sentence = make_verdict(rare).sentence
+        assert "commonest class, 90.0 %" in sentence and ("AUC 0.800" in sentence) == named
+
+
 def test_what_epsilon_lets_a_guess_be_right() -> None:
     def at(epsilon: float, delta: float) -> float:
         return float(

@@ -102,7 +102,7 @@ RULED = torch.tensor([1.0, 0.0, 0.0, 0.625, 0.0]).double()
 def sum_of(records: Any, value: Any, model: nn.Module, key: bytes = bytes(32)) -> float:
     """Return the sum that a score of these records adds noise to."""
     terms = private_score.ScriptScore(every=1, noise=1.0, records=len(records), value="v")
-    score = private_score.PrivateScore(records, terms, value, torch.device("cpu"))
+    score = private_score.PrivateScore(records, terms, value, torch.device("cpu"), {})
     score._key = key
     return score.private_units(model, key) / 2**20
 

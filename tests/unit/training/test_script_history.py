@@ -59,6 +59,28 @@ def test_evaluation_is_of_the_model_and_changes_nothing(tmp_path):
     assert not {"loss", "loss_sum", "examples"} & set(told)
 
 
+def test_numbers_have_errors_and_no_accuracy(tmp_path):
+    public = INPUTS[200:], 3 * INPUTS[200:, 0]
+    training = begin(
+        tmp_path / "run", nn.Linear(4, 1), data=(INPUTS[:200], 3 * INPUTS[:200, 0]), loss="mse"
+    )
+    with pytest.raises(dpdist.UserError, match='metric: must be "mae", "mse"'):
+        training.evaluate(public)
+    with torch.no_grad():
+        error = training.model(public[0])[:, 0] - public[1]
+    assert training.evaluate(public, metric="mae") == pytest.approx(float(error.abs().mean()))
+    assert training.evaluate(public, metric="mse") == pytest.approx(float(error.square().mean()))
+
+
+def test_a_forgotten_mode_says_how_to_set_it(tmp_path):
+    training = _training(tmp_path / "run")
+    training.model.eval()
+    with pytest.raises(dpdist.UserError, match=r"call model.train\(\)"):
+        training.step()
+    training.model.train()
+    training.step()
+
+
 def test_private_records_are_not_evaluated(tmp_path):
     with pytest.raises(dpdist.UserError, match="50 in common"):
         _training(tmp_path / "run").evaluate((INPUTS[150:], LABELS[150:]))

@@ -95,6 +95,14 @@ def test_it_is_released_and_asked(nets, name, named):
     assert call("verify", "elsewhere", "--trust-factory", factory).exit_code == 0
 
 
+def test_a_score_calls_it_as_its_loss_does(nets):
+    kept, rest = slice(0, COUNT // 2), slice(COUNT // 2, None)
+    data, held = (((NUMBERS[some], CATEGORIES[some]), PRICES[some]) for some in (kept, rest))
+    t = begin("run", nets.net((4,), 3), data=data, loss=nn.CrossEntropyLoss(), **SETTINGS)
+    t.score(held, every=1, noise=1.0, value=dpdist.brier_score())
+    assert t.step().score is not None
+
+
 def test_what_it_cannot_answer_names_predict(nets):
     data, loss, _ = CASES["net"]
     run = _train(nets.Net(), data, loss, factory="several_nets:net")

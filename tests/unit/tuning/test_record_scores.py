@@ -75,7 +75,7 @@ def total(
     records: Any = dpdist.as_records((torch.tensor(inputs), torch.tensor(labels)))
     if units is not None:
         records = UserRecords(records, Users.from_values(list(units), MOST))
-    found = RecordValues(records, value, torch.device("cpu"))
+    found = RecordValues(records, value, torch.device("cpu"), {})
     return found.private_units(model, KEY) / UNITS
 
 
