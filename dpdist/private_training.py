@@ -25,7 +25,6 @@ from dpdist.config.sections import PrivacyRecipe
 from dpdist.config.training import ResourcesRecipe, Stage
 from dpdist.core.console import Row, format_table, log
 from dpdist.core.errors import UserError
-from dpdist.core.files import read_json
 from dpdist.core.script_errors import TrainingInterrupted, unfinished, warn
 from dpdist.data.adapters import as_records
 from dpdist.data.protocol import Records, count_common, single_records
@@ -42,7 +41,7 @@ from dpdist.privacy.ledger import JournalBusy, Ledger, ReplayConflict
 from dpdist.randomness.keys import derive_key
 from dpdist.reports.plots import plot_history
 from dpdist.reports.results import read_stage, stage_of_card
-from dpdist.reports.summary import evaluation_doubts
+from dpdist.reports.summary import result_doubts
 from dpdist.reports.tracking import check_script_tracker, track_script
 from dpdist.runs.charging import charged, check_charge
 from dpdist.runs.folder import RunFolder, complete_checkpoints, open_run
@@ -1057,25 +1056,10 @@ class PrivateTraining:
             self._loop.finish()
             self.close()
             self._evaluate_public()
-            if self._workers.first:
-                self._warn_if_empty()
+            if self._workers.first and (doubts := result_doubts(self.run, self._learner.growth)):
+                warn(f"{self.run.path}: {'; '.join(doubts)}")
             if self.trackers and self._workers.first:
                 track_script(self.run, self.trackers, self._history.columns(self._done))
-
-    def _warn_if_empty(self) -> None:
-        """Warn if the released weights, or public records, suggest that nothing was learned."""
-        path, growth = self.run.evaluation, self._learner.growth
-        texts = evaluation_doubts(read_json(path)) if path.exists() else []
-        if growth > _MUCH:
-            texts += [
-                f"the trained weights are {growth:,.0f} times as large as the first ones: the "
-                "learning rate may be too high for the noise"
-            ]
-        if texts:
-            warn(f"{self.run.path}: {'; '.join(texts)}")
-
-
-_MUCH = 30  # times the norm of the first weights; useful models had up to 17 times, at rate 4
 
 
 def _check_same_start(training: PrivateTraining) -> None:

@@ -18,6 +18,7 @@ from dpdist.certification.statistics import ERROR
 from dpdist.certification.table import CertificateTable
 from dpdist.core.binomial import clopper_pearson_interval
 from dpdist.core.console import format_percent
+from dpdist.core.files import read_json
 from dpdist.privacy.card import REFUTED, AuditFinding
 from dpdist.privacy.claims import Claim
 from dpdist.privacy.guarantee import (
@@ -28,6 +29,7 @@ from dpdist.privacy.guarantee import (
 )
 from dpdist.privacy.phases import NOT_TRAINED_HERE
 from dpdist.privacy.plan import PrivacyPlan
+from dpdist.runs.folder import RunFolder
 
 # --- the summary ------------------------------------------------------------------------------
 
@@ -163,6 +165,23 @@ def evaluation_doubts(about: Mapping[str, Any]) -> list[str]:
             f"its loss is {'not finite' if loss is None else f'huge ({loss:.3g})'}: the learning "
             "rate may be too high, or the test inputs are scaled differently than the training "
             "inputs"
+        )
+    return texts
+
+
+_MUCH = 30  # times the norm of the first weights; useful models had up to 17 times, at rate 4
+
+
+def result_doubts(run: RunFolder, growth: float) -> list[str]:
+    """Return why a script's training may have learned nothing, by public records or its weights.
+
+    growth: norm of the released weights, relative to that of the first ones.
+    """
+    texts = evaluation_doubts(read_json(run.evaluation)) if run.evaluation.exists() else []
+    if growth > _MUCH:
+        texts.append(
+            f"the trained weights are {growth:,.0f} times as large as the first ones: the learning "
+            "rate may be too high for the noise"
         )
     return texts
 
