@@ -295,8 +295,8 @@ class ModelRecipe(Section):
     """The model: a name from the zoo or package.module:factory.
 
     Attributes:
-        name: A name from the zoo, or package.module:factory, a function that returns a torch
-            module.
+        name: A name from the zoo, torchvision:NAME (without BatchNorm), or
+            package.module:factory, a function that returns a torch module.
         options: Arguments of the model's factory.
         mean: Public constants, one per channel or one for all, that the model subtracts from its
             input.
@@ -324,6 +324,17 @@ class ModelRecipe(Section):
     trained: list[Text] = Field(default=[], max_length=1000)
     shifts: Annotated[int, RejectBool, Field(ge=0, le=MAX_SHIFT)] = 0
     mirrored: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_torchvision(cls, values: Any) -> Any:
+        """Replace torchvision:NAME by the zoo's torchvision network of that architecture."""
+        name = values.get("name") if isinstance(values, Mapping) else None
+        package, _, architecture = name.partition(":") if isinstance(name, str) else ("", "", "")
+        if package != "torchvision" or not architecture:
+            return values
+        options = {**values.get("options", {}), "architecture": architecture}
+        return {**values, "name": package, "options": options}
 
     @property
     def display_name(self) -> str:

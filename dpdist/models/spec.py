@@ -77,7 +77,8 @@ def check_name(name: str) -> None:
     if ":" not in name and name not in named_networks():
         known = ", ".join(sorted(named_networks()))
         raise UserError(
-            f"model.name: must be one of {known}, or package.module:factory, got {name!r}"
+            f"model.name: must be one of {known}, torchvision:NAME or package.module:factory, "
+            f"got {name!r}"
         )
     if name.partition(":")[0] == "__main__":
         raise UserError(

@@ -73,6 +73,16 @@ def test_classes_have_names_and_numbers():
             data(names=names, classes=classes)
 
 
+def test_a_network_of_torchvision_has_one_name_in_recipes_and_commands():
+    """The same section, and so the same run, as the zoo's network with that architecture."""
+    one = RECIPE | {"public": None, "tune": None}
+    long = {"name": "torchvision", "options": {"architecture": "vgg11"}}
+    recipes = [
+        parse_recipe(one | {"model": model}, "r.yaml") for model in ("torchvision:vgg11", long)
+    ]
+    assert recipes[0].model == recipes[1].model
+
+
 def test_epochs_make_a_whole_number_of_steps():
     """Counted in whole numbers: `int(1 / rate)` has one step too few for 153 of n below 3,000."""
     one = RECIPE | {"public": None, "tune": None, "model": "mlp"}
