@@ -85,7 +85,8 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
         users = np.unique(dataset.user_hashes, return_inverse=True)[1]
     if dataset.target_kind != "class":
         with torch.inference_mode():
-            about |= _measured(dataset, answer, users)
+            low, high = recipe.data.columns.target_range
+            about |= _measured(dataset, answer, users, high - low)
         said = {"data": dataset.name, "inputs": len(dataset), "fingerprint": dataset.fingerprint}
         write_json(folder.evaluation, said | about)
         return
@@ -175,8 +176,10 @@ def _evaluate_labels(
     }
 
 
-def _measured(dataset: Dataset, answer: _ScoreFunction, users: np.ndarray | None) -> dict[str, Any]:
-    """Return the test split's measures by name, for numbers or labels, and further metrics."""
+def _measured(
+    dataset: Dataset, answer: _ScoreFunction, users: np.ndarray | None, unit: float
+) -> dict[str, Any]:
+    """Return the test split's measures by name, for numbers (1 is `unit`) or labels, and more."""
     import torch
 
     from dpdist.core.metrics import error_metrics
@@ -188,7 +191,7 @@ def _measured(dataset: Dataset, answer: _ScoreFunction, users: np.ndarray | None
         outputs = answer(dataset.batch(rows), start).double().cpu()
         targets = dataset.targets(rows).double()
         if number:
-            errors = outputs - targets
+            errors = (outputs - targets) * unit
             squared.append(errors.square().flatten(1).mean(1).numpy())
             first, second = first + errors.square().sum(), second + errors.abs().sum()
         else:

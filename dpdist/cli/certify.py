@@ -654,7 +654,8 @@ def _tell_values(saved: _SavedModel, files: Sequence[Path | str], as_json: bool)
     from dpdist import models
 
     inputs = _read_inputs(saved, files, models.read_spec(saved.path).input_shape)
-    outputs = _plain_outputs(saved.load_model(), inputs).double().tolist()
+    low, high = saved.columns.target_range
+    outputs = (low + (high - low) * _plain_outputs(saved.load_model(), inputs).double()).tolist()
     for (name, _), values in zip(inputs, outputs, strict=True):
         answer = values if saved.targets == "number" else [int(value > 0) for value in values]
         if as_json:

@@ -115,12 +115,22 @@ def init_command(
     if output.exists():  # before anything is read or written
         raise UserError(f"{output}: already exists; choose a different --output")
     names = tuple(name.strip() for name in features.split(",")) if features else ()
-    chosen = discovery.ChosenColumns(label, names, user)
+    ranged = ",".join(text.rpartition("=")[0] for text in ranges or ()).split(",")
+    chosen = discovery.ChosenColumns(label, names, user, tuple(ranged))
     found = discovery.inspect_folder(folder, chosen)
     if base is None and found.text_column is not None and found.label_column is not None:
         found = _words_as_features(found, found.text_column)
+    target = found.label_column if found.predicts_number else None
+    if target is not None and base is not None:
+        raise UserError(f"--base: must be left out with {target}, a number to predict")
     rules = _propose_preprocessing(found, ranges)
-    read = [name for name in found.kinds if name in found.feature_columns or name in rules]
+    if target is not None and target not in rules:
+        raise UserError(
+            f"--range: must be given for {target}, a number to predict: add --range "
+            f"{target}=LOW,HIGH, public limits, not those of these records; if these numbers are "
+            "classes, write them as integers from 0, or texts"
+        )
+    read = [n for n in found.kinds if n in (*found.feature_columns, *rules) and n != target]
     left = tuple((name, why) for name, why in found.left_out if name not in rules)
     if len(read) > len(found.feature_columns):
         found = replace(found, input_shape=(len(read),))
@@ -212,7 +222,10 @@ def _print_columns(found: DiscoveredDataset, rules: Rules) -> None:
         typer.echo("preprocessing, from the names and types of columns, not from the records:")
         names: dict[str, list[str]] = {}
         for name, rule in rules.items():
-            names.setdefault(rule.describe(), []).append(name)
+            how = (
+                rule.describe() if name in found.feature_columns else "learned in its public range"
+            )
+            names.setdefault(how, []).append(name)
         for described, alike in names.items():
             typer.echo(f"  {', '.join(alike)}: {described}")
     if lacking := [name for name in found.kinds if name not in rules]:
@@ -293,7 +306,7 @@ def _words_as_features(dataset: DiscoveredDataset, column: str) -> DiscoveredDat
         dataset,
         text_column=None,
         feature_columns=(column,),
-        kinds={column: "words"},
+        kinds={**dataset.kinds, column: "words"},
         input_shape=(_HASHED,),
     )
 
@@ -304,6 +317,7 @@ _HASHED = 256  # inputs in which the words of a text are counted
 _ASKED = {
     "numbers": "LOW,HIGH, or LOW,HIGH,log1p,flag",
     "lists": "LOW,HIGH",
+    "target": "LOW,HIGH, the number to predict",
     "words": "the categories A,B,C, or text,64 to count words by hash",
     "dates": "FIRST,LAST, such as 2000-01-01,2030-12-31",
 }
@@ -318,6 +332,7 @@ def _answered(dataset: DiscoveredDataset, text: str) -> dict[str, ColumnPreproce
     pattern, _, answer = text.rpartition("=")
     patterns = [pattern, *map(str.strip, pattern.split(","))]  # a name may contain a comma
     fit = [n for n in dataset.kinds if any(fnmatch.fnmatchcase(n, each) for each in patterns)]
+    fit = [n for n in fit if dataset.kinds[n] != "target" or n in patterns]  # '*' is for inputs
     left = [f"{n} ({why})" for n, why in dataset.left_out if n in patterns and n not in fit]
     if not fit and left:
         raise UserError(f"--range: must be for a column that is read, got {', '.join(left)}")
@@ -326,9 +341,9 @@ def _answered(dataset: DiscoveredDataset, text: str) -> dict[str, ColumnPreproce
             f"--range: must be COLUMN=LOW,HIGH for one of {', '.join(dataset.kinds)} (or a "
             f"pattern, '*=0,1'), got {text}"
         )
-    numbers = [name for name in fit if dataset.kinds[name] in ("numbers", "truth", "lists")]
     dates = [name for name in fit if dataset.kinds[name] == "dates"]
     words = [name for name in fit if dataset.kinds[name] == "words"]
+    numbers = [name for name in fit if name not in (*dates, *words)]
     if numbers and not (words and not _is_range(answer)):
         return {name: _scaling(dataset.kinds[name], answer) for name in numbers}
     if dates and not words:
@@ -368,7 +383,7 @@ def _scaling(kind: str, text: str) -> ColumnPreprocessing:
     return ColumnPreprocessing(
         range=(ends[0], ends[1]),
         log1p="log1p" in words,
-        missing=None if kind == "lists" else missing,
+        missing=None if kind in ("lists", "target") else missing,
     )
 
 
@@ -423,6 +438,8 @@ def describe_data(dataset: DiscoveredDataset) -> str:
     targets = "next tokens"
     if not dataset.predicts_next_token:
         targets = f"{len(dataset.labels) or dataset.classes} classes"
+    if dataset.predicts_number:
+        targets = f"numbers of column {dataset.label_column}"
     if dataset.labels:
         targets += f" (labels {', '.join(map(str, dataset.labels[:8]))})"
     return (
@@ -466,7 +483,7 @@ def starter_recipe(
         "  epsilon: 3.0                 # the noise is calibrated so that epsilon is at most this",
         f"  delta: {_default_delta(units):.1e}               # well below 1 / {units:,} "
         f"{'records' if dataset.users is None else 'users'}",
-        "  clip_norm: 1.0",
+        f"  clip_norm: {0.1 if dataset.predicts_number else 1.0}",
         *_unit_lines(dataset),
         "training:",
         f"  batch_size: {batch}             # expected; large batches need less noise per record",
@@ -504,6 +521,8 @@ def _optimizer(model: list[str], pictures: bool, units: int) -> list[str]:
     """Return the lines with the best learning rate in benchmarks/results/tables.md."""
     rate = 2.0 if model in (_LINEAR_MODEL, _WORDS_MODEL) else 0.5
     rate = 0.1 if not pictures and units < _FEW_UNITS else rate
+    if model == _NUMBER_MODEL:  # its gradients, of errors of a part of the range, are small
+        return ["  loss: mse", "  learning_rate: 0.2", "  momentum: 0.9"]
     return [f"  learning_rate: {rate}           {_TRY_OTHERS}", "  momentum: 0.9"]
 
 
@@ -548,6 +567,8 @@ def _table_model(dataset: DiscoveredDataset, rules: Rules) -> list[str]:
         names = [rules[n].names(n) if n in rules else [n] for n in dataset.feature_columns]
         inputs = sum(map(len, names))
     weights = _HIDDEN * (inputs + dataset.classes)
+    if dataset.predicts_number:
+        return _NUMBER_MODEL
     if [*dataset.kinds.values()] == ["words"]:
         return _WORDS_MODEL
     if units < _UNITS_PER_WEIGHT * weights:
@@ -561,6 +582,7 @@ def _table_model(dataset: DiscoveredDataset, rules: Rules) -> list[str]:
 _LINEAR_MODEL = [
     "model: linear                  # logistic regression; or your own: package.module:f"
 ]
+_NUMBER_MODEL = ["model: linear                  # or your own: package.module:f"]
 _WORDS_MODEL = [
     "model: linear                  # or adapters of a pre-trained model: dpdist init FOLDER "
     "--base MODEL"
@@ -608,6 +630,8 @@ def _data_lines(
     dataset: DiscoveredDataset, rules: Rules, base: _BaseModel | None = None
 ) -> list[str]:
     lines = [] if dataset.predicts_next_token else [f"  classes: {dataset.classes}"]
+    if dataset.predicts_number:
+        lines = ["  targets: number              # scores and predictions are in the label's unit"]
     if dataset.class_names:
         lines.append(f"  names: {_json_text(list(dataset.class_names))}")
     if dataset.labels:

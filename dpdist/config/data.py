@@ -48,7 +48,8 @@ class ColumnNames(Section):
             mean_* names all matching columns.
         user: Column of the user of a record, the unit with privacy.unit: user.
         preprocessing: By column, how its raw cells become inputs, by public constants. A release
-            includes it, so that it predicts on raw rows.
+            includes it, so that it predicts on raw rows. A label of numbers may have a range, in
+            which it is learned, but not cut; scores and predictions are in its own unit.
     """
 
     image: Text = "image"
@@ -62,7 +63,7 @@ class ColumnNames(Section):
         kept = [name for name, rule in self.preprocessing.items() if not rule.drop]
         for name in kept:
             rule = "must be one of the features, by its own name"
-            yield Rule(name not in self.features, rule, f"preprocessing.{name}")
+            yield Rule(name not in (*self.features, self.label), rule, f"preprocessing.{name}")
         dropped = sorted(self.preprocessing.keys() - {*kept})
         both = [name for name in dropped if name in self.features]
         yield Rule(both, f"must not name {both[:1]}, which is dropped", "features")
@@ -71,9 +72,15 @@ class ColumnNames(Section):
         yield Rule(kept and patterns, rule, "features")
 
     @property
+    def target_range(self) -> tuple[float, float]:
+        """Return the numbers of the label that a model learns as 0 and 1, by default these."""
+        rule = self.preprocessing.get(self.label)
+        return (rule and rule.range) or (0.0, 1.0)
+
+    @property
     def feature_rules(self) -> dict[str, ColumnPreprocessing]:
         """Return the rule of each feature, in order; {} without preprocessing."""
-        if not any(not rule.drop for rule in self.preprocessing.values()):
+        if not any(n != self.label and not r.drop for n, r in self.preprocessing.items()):
             return {}
         plain = ColumnPreprocessing()
         return {name: self.preprocessing.get(name, plain) for name in self.features}
@@ -277,6 +284,12 @@ class DataRecipe(Section):
         yield Rule(without, "must be left out without classes", "names, labels")
         beside = f"must not be next with targets: {self.targets}"
         yield Rule(other and following, beside, "text.predict")
+        label = self.columns.label
+        scaling = self.columns.preprocessing.get(label, ColumnPreprocessing(drop=True))
+        fits = text is None and self.targets == "number"
+        fits &= scaling == ColumnPreprocessing(range=scaling.range)
+        rule = "must be only a range, of a label with targets: number and without text"
+        yield Rule(not (fits or scaling.drop), rule, f"columns.preprocessing.{label}")
         built_in = self.root is None and self.name in BUILT_IN_DATASETS
         rule = f"must be class: {self.name} is built in; give data.root"
         yield Rule(other and built_in, rule, "targets")

@@ -777,7 +777,7 @@ class BaseRecipe(Section):
         columns = self.data.columns
         for name in statistics.columns:
             rule = columns.preprocessing.get(name)
-            words = rule is None or bool(rule.categories) or rule.drop
+            words = rule is None or bool(rule.categories) or rule.drop or name == columns.label
             needs = "must be a feature of numbers or dates"
             yield Rule(words, needs, f"statistics.columns.{name}")
         yield Rule(

@@ -71,7 +71,7 @@ class DiscoveredDataset:
     persons, with the numbers of training records and of values. labels: the integers of a label
     column that is not 0, 1, and so on; the recipe renumbers them. unread: other files of these
     splits. kinds: numbers, lists, truth, words or dates, by column, of features and of columns that
-    preprocessing could read.
+    preprocessing could read; target, of a label of numbers.
     """
 
     root: Path
@@ -98,6 +98,11 @@ class DiscoveredDataset:
     kinds: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
+    def predicts_number(self) -> bool:
+        """Return whether the label is a number, not a class."""
+        return "target" in self.kinds.values()
+
+    @property
     def predicts_next_token(self) -> bool:
         """Return whether the next tokens of texts, answers or chats are learned."""
         return self.label_column is None
@@ -105,11 +110,12 @@ class DiscoveredDataset:
 
 @dataclass(frozen=True)
 class ChosenColumns:
-    """Columns chosen by options: the label, the features (or the text), and the user."""
+    """Columns chosen by options: label, features (or text), and user; ranged, which are numbers."""
 
     label: str | None = None
     features: tuple[str, ...] = ()
     user: str | None = None
+    ranged: tuple[str, ...] = ()
 
     def check(self, names: Sequence[str], file: Path) -> None:
         """Raise UserError for a missing column, or one that is named twice."""
@@ -147,7 +153,7 @@ def inspect_folder(folder: Path, chosen: ChosenColumns = _ANY) -> DiscoveredData
             raise each[0].error(NO_RECORDS)
     found = _inspected(folder, names, train, test, chosen)
     _check_filled(found, [*train, *test])
-    if (label := found.label_column) is not None:
+    if (label := found.label_column) is not None and not found.predicts_number:
         if (len(found.labels) or found.classes) < 2:
             rule = "must have two classes or more, got one; name a different column with --label"
             raise train[0].error(rule, None, label)
@@ -222,7 +228,10 @@ def _inspected(
     label = chosen.label or label_column(files, by_option=True)
     if pa.types.is_nested(schema.field(label).type):
         raise UserError(f"--label: must be a column of classes, got {label}, a column of lists")
-    if not _is_class(schema.field(label).type):
+    kind = schema.field(label).type
+    ranged = label in chosen.ranged and pa.types.is_integer(kind)
+    number = image is None and (ranged or pa.types.is_floating(kind))
+    if not number and not _is_class(kind):
         raise _no_classes("--label: must be a column of classes", schema.field(label), "")
     image = None if chosen.features else image
     features, text, left_out = _find_inputs(files, (label, image), chosen)
@@ -230,7 +239,7 @@ def _inspected(
         others = others_in(files[0].path) + others_in(test[0].path)
         why = f"not an image ({', '.join(FORMATS)}) of a class"
         left_out += tuple((f"{count:,} x {name}", why) for name, count in sorted(others.items()))
-    classes, names, labels = classes_of_column(files, label)
+    classes, names, labels = (1, (), ()) if number else classes_of_column(files, label)
     shape = () if text is not None else find_input_shape(files[0], image, features)
     return replace(
         found,
@@ -243,7 +252,7 @@ def _inspected(
         text_column=text,
         left_out=left_out,
         labels=labels,
-        kinds=_kinds(schema, features, left_out),
+        kinds=_kinds(schema, features, left_out) | ({label: "target"} if number else {}),
     )
 
 
@@ -530,6 +539,8 @@ def label_column(files: Sequence[TableFile], *, by_option: bool = False) -> str:
         if known in by_name:
             how = "name a different column with --label, or " if by_option else ""
             field = schema.field(by_name[known])
+            if by_option and pa.types.is_floating(field.type):
+                return field.name
             raise _no_classes(f"{files[0].path}: the label must be a class", field, how)
     fit = [f.name for f in schema if _is_class(f.type) and not pa.types.is_boolean(f.type)]
     fit = fit or [field.name for field in schema if _is_class(field.type)]
@@ -614,7 +625,8 @@ def _distinct_labels(files: Sequence[TableFile], label: str) -> set[Any]:
             values = pc.utf8_trim_whitespace(table[label]) if is_text(kind) else table[label]
             found |= set(pc.unique(values).to_pylist()) - {None, ""}
             if len(found) > _MOST_CLASSES:
-                raise file.error(f"must have at most {_MOST_CLASSES:,} classes", column=label)
+                rule = f"must have at most {_MOST_CLASSES:,} classes; to predict numbers, give "
+                raise file.error(f"{rule}dpdist init --range {label}=LOW,HIGH", column=label)
     return found
 
 

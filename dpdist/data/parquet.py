@@ -483,6 +483,10 @@ def _numbers(
     if found.shape[1] != count:
         rule = f"must have {count} numbers per record, as data.classes says"
         raise file.error(rule, row=first_row, column=column)
+    scaling = dict(columns.preprocessing).get(column)
+    low, high = (scaling and scaling.range) or (0.0, 1.0)
+    with np.errstate(over="ignore"):
+        found = ((found.astype(np.float64) - low) / (high - low)).astype(np.float32)
     fits = np.isfinite(found) if columns.targets == "number" else (found == 0) | (found == 1)
     if not fits.all():
         row = first_row + int(np.flatnonzero(~fits.all(axis=1))[0])

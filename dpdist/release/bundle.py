@@ -316,7 +316,7 @@ class Release:
 
         Returns:
             A tensor (B, ...) with the outputs of `model`: for classes logits (B, classes), of which
-            `.softmax(1)` are the probabilities.
+            `.softmax(1)` are the probabilities; for numbers, in the label's own unit.
 
         Raises:
             UserError: inputs are not such fields, or are texts: use `text_answerer`.
@@ -342,7 +342,8 @@ class Release:
                 raise UserError(
                     f"inputs: must have shape (records, {wanted}), got {tuple(rows.shape)}"
                 )
-            found = self.model(rows)
+            low, high = self.description.data.columns.target_range
+            found = low + (high - low) * self.model(rows)
             return found
 
     def require_single_input(self) -> None:

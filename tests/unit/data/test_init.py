@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from dpdist.cli.main import app
 from dpdist.core.errors import UserError
+from dpdist.evaluation import evaluate_stage
 from dpdist.privacy.plan import UserUnit
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import load_recipe, resolve_recipe
@@ -98,6 +99,33 @@ def test_adapters_on_many_texts_train_within_minutes_on_a_cpu():
     recipe = load_recipe(Path("films.yaml"))
     training = recipe.training
     assert training.steps * training.batch_size * recipe.data.text.length < 300_000
+
+
+def test_numbers_are_learned_in_a_public_range_and_predicted_in_their_own_unit():
+    Path("st").mkdir()
+    for split, first in (("train", 0), ("test", 100)):
+        rows = [f"{n}.5,{n},{1000 * n}.0" for n in range(first, first + 30)]
+        Path("st", f"{split}.csv").write_text("\n".join(["size,floor,price", *rows, ""]))
+    with pytest.raises(UserError, match="price=LOW,HIGH"):
+        said("st", "--label", "price", "--range", "*=0,200")  # a pattern is for inputs
+    said("st", "--label", "floor", "--range", "floor=0,200", "--output", "floor.yaml")
+    assert load_recipe(Path("floor.yaml")).data.targets == "number"  # integers with a range
+    said("st", "--label", "price", "--range", "price=-50000,50000", "--range", "*=0,200")
+    recipe = load_recipe(Path("st.yaml"))
+    assert recipe.data.columns.features == ["size", "floor"]
+    learned = records_with_canaries(recipe, data_source(recipe)).labels[:, 0]
+    assert np.allclose(learned, 0.5 + 0.01 * np.arange(30))
+    raw = recipe.model_dump(mode="json")
+    made, run = make(Path("runs"), "st.yaml", data=raw["data"], model=raw["model"],
+                     training__steps=1, training__batch_size=8, training__loss="mse")  # fmt: skip
+    train(made, run)
+    evaluate_stage(made, run)
+    told = CliRunner().invoke(app, ["predict", run.path.name, "st/test.csv"]).stdout
+    errors = [float(line.rpartition(" ")[2]) - 1000 * n for n, line in
+              enumerate(told.splitlines(), 100)]  # fmt: skip
+    measured = json.loads(run.evaluation.read_text())["measures"]  # of prices that are not cut
+    assert np.isclose(measured["mean absolute error"], np.abs(errors).mean(), rtol=1e-4)
+    assert np.isclose(measured["mean squared error"], np.square(errors).mean(), rtol=1e-4)
 
 
 def write_jsonl(name: str, **rows: list) -> None:
