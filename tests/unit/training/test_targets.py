@@ -94,6 +94,7 @@ def test_a_release_is_a_model_and_says_no_class(finished):
     assert release.model(torch.zeros(2, 4)).shape == (2, KINDS[kind][1])
     page = (folder.release_folder / "README.md").read_text()
     assert ("tabular-regression" in page) == (kind == "number") == ("A classifier" not in page)
+    assert ("Classes:" not in page) == (kind == "number")
     assert "No accuracy is stated" in page
     with pytest.raises(UserError):
         release.certificate_settings(sigma=0.1)
