@@ -333,7 +333,9 @@ class ModelRecipe(Section):
         package, _, architecture = name.partition(":") if isinstance(name, str) else ("", "", "")
         if package != "torchvision" or not architecture:
             return values
-        options = {**values.get("options", {}), "architecture": architecture}
+        options = values.get("options", {})
+        if isinstance(options, Mapping):  # else the field's own error follows
+            options = {**options, "architecture": architecture}
         return {**values, "name": package, "options": options}
 
     @property

@@ -95,8 +95,7 @@ def progress(title: str, unit: str, rate_unit: str | None = None) -> Iterator[Sh
         line += f"; {stage}" if stage else ""
         last_shown = now
         if live:  # "^C" has room behind it
-            columns = os.get_terminal_size(sys.stderr.fileno()).columns or _MAX_WIDTH
-            _live[:] = [line[: columns - 3]]
+            _live[:] = [line[: _terminal_columns() - 3]]
             print(_ERASE + _live[0], end="", file=sys.stderr, flush=True)
         elif done < total:
             log(line)
@@ -108,6 +107,13 @@ def progress(title: str, unit: str, rate_unit: str | None = None) -> Iterator[Sh
         _live.clear()
         if final:
             log(before + final)
+
+
+def _terminal_columns() -> int:
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or _MAX_WIDTH
+    except OSError:  # a terminal without a file, as IDLE's
+        return _MAX_WIDTH
 
 
 def _format_duration(seconds: float) -> str:
