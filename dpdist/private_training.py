@@ -514,9 +514,9 @@ class PrivateTraining:
 
         Args:
             eval_data: public records `(X, y)`, or anything that `dpdist.as_records` takes.
-            metric: "accuracy" or "auc" for classes, "mae" or "mse" (mean absolute or squared error)
-                for numbers, or a function of outputs and targets, two tensors of all records, that
-                returns a number.
+            metric: "accuracy" or "auc" for classes; "mae" (mean absolute error) or "mse" (mean
+                squared error) for numbers. Or a function that returns a number; its arguments are
+                the outputs and the targets of all records, two tensors.
 
         Returns:
             The metric, a float.

@@ -628,10 +628,10 @@ def trainable(
     trainings release is not composed. Use public records only.
 
     Any searcher, scheduler and logger of Ray Tune may follow. A trial reports `score`, `steps` and
-    `privacy`: a function ten times, with a checkpoint of model, optimizer and `state`, so that
-    trials may be paused, cloned and changed (ASHA, PBT); a recipe at each rung of `tune.asha`. The
-    run folder of a trial that was stopped or cloned is not finished: its model's `state_dict` is
-    "model" in the file state.pt of Ray's checkpoint.
+    `privacy`. A recipe reports at each rung of `tune.asha`. A function reports ten times, each time
+    with a checkpoint of model, optimizer and `state`, so that ASHA and PBT may pause, clone and
+    change its trials. The run folder of such a trial is not finished: load the model's `state_dict`
+    from Ray's checkpoint, where it is "model" in the file state.pt.
 
     Args:
         train: the same function of a config, or recipe, as for `tune`.

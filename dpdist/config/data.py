@@ -23,7 +23,7 @@ from dpdist.core.fields import (
     Text,
     vocabulary_size,
 )
-from dpdist.core.preprocessing import ColumnPreprocessing
+from dpdist.core.preprocessing import ColumnPreprocessing, range_of_label
 
 # The name of a split: a file's name without its ending, or a folder's.
 SplitName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
@@ -74,8 +74,7 @@ class ColumnNames(Section):
     @property
     def target_range(self) -> tuple[float, float]:
         """Return the numbers of the label that a model learns as 0 and 1, by default these."""
-        rule = self.preprocessing.get(self.label)
-        return (rule and rule.range) or (0.0, 1.0)
+        return range_of_label(self.preprocessing, self.label)
 
     @property
     def feature_rules(self) -> dict[str, ColumnPreprocessing]:

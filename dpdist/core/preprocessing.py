@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
@@ -127,3 +127,9 @@ class ColumnPreprocessing(Section):
             "left out" if self.drop else "",
         ]
         return ", ".join(filter(None, words)) or "as it is"
+
+
+def range_of_label(rules: Mapping[str, ColumnPreprocessing], label: str) -> tuple[float, float]:
+    """Return the numbers of a label that a model learns as 0 and 1, by default these."""
+    rule = rules.get(label)
+    return (rule and rule.range) or (0.0, 1.0)

@@ -35,7 +35,7 @@ from dpdist.core.files import (
     make_private_folder,
     open_parquet,
 )
-from dpdist.core.preprocessing import ColumnPreprocessing
+from dpdist.core.preprocessing import ColumnPreprocessing, range_of_label
 from dpdist.data.dataset import Dataset
 from dpdist.data.preprocessing import Preprocessing, numbers_of, preprocess
 from dpdist.data.record_hashes import (
@@ -155,7 +155,7 @@ class Columns:
     stands for all matching columns except label and user. user: column of the user of a record; the
     size of the largest user and a hash of each record's user are kept. targets: "class", one of the
     classes; "number", a number or a list; "labels", a 0 or 1 or a list. preprocessing: rules by
-    feature. Raises UserError if a column would be read twice.
+    feature, and the range of a label of numbers. Raises UserError if a column would be read twice.
     """
 
     image: str = "image"
@@ -483,8 +483,7 @@ def _numbers(
     if found.shape[1] != count:
         rule = f"must have {count} numbers per record, as data.classes says"
         raise file.error(rule, row=first_row, column=column)
-    scaling = dict(columns.preprocessing).get(column)
-    low, high = (scaling and scaling.range) or (0.0, 1.0)
+    low, high = range_of_label(dict(columns.preprocessing), column)
     with np.errstate(over="ignore"):
         found = ((found.astype(np.float64) - low) / (high - low)).astype(np.float32)
     fits = np.isfinite(found) if columns.targets == "number" else (found == 0) | (found == 1)

@@ -209,9 +209,8 @@ class CapturedModel:
             alone, everything = take(example, None), {**own, **frozen}
             drawing = nullcontext() if zero is None else DrawsByExample(zero)
             with drawing, RecurrentByExample():
-                value = example_losses(self.model, self.objective, everything, alone, target[None])[
-                    0
-                ]
+                losses = example_losses(self.model, self.objective, everything, alone, target[None])
+                value = losses[0]
             return value if weight is None else weight * value, value.detach()
 
         each = 0 if isinstance(weights, Tensor) else None

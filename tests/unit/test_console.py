@@ -1,4 +1,4 @@
-"""What a terminal shows of a command while it works, and afterwards."""
+"""Progress lines on a terminal."""
 
 from __future__ import annotations
 
