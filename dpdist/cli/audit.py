@@ -6,6 +6,7 @@ certifies answers against poisoned training records.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -525,7 +526,7 @@ def _audit_poison(asked: _Asked, settings: Poisoning, keys: VoteKeys) -> None:
         path = pipeline.evaluation_stage(recipe, folder, settings, asked.output, asked.workers)
     votes = settings.read(path)
     found = _certify_votes(votes, poisoned, settings, keys)
-    rows = _vote_rows(votes, found, plan, list(keys.changes), path)
+    rows = _vote_rows(votes, found, poisoned, plan, list(keys.changes), path)
     if asked.as_json:
         console.print_json(dict(rows))
     else:
@@ -576,6 +577,7 @@ def _certify_votes(
 def _vote_rows(
     votes: Votes,
     certificates: list[PoisoningCertificates],
+    effect: PoisoningBound | None,
     plan: PrivacyPlan,
     shown: list[int],
     path: Path,
@@ -590,8 +592,24 @@ def _vote_rows(
             shares = ", ".join(f"{format_percent(at, round_down=True)} % at {k}" for at, k in held)
             moved = f" and an L2 change below {format_exact(radius)}" if radius else ""
             rows.append((f"changed records withstood{moved}{scope}", shares))
+        rows += _few_votes_rows(one, effect, votes, scope)
     rows += _assumption_rows(votes, certificates, plan)
     return [*rows, ("votes, private", str(path))]
+
+
+def _few_votes_rows(
+    certificates: PoisoningCertificates, effect: PoisoningBound | None, votes: Votes, scope: str
+) -> list[tuple[str, str]]:
+    """Return a row if so few votes certify no changed record, whatever they are."""
+    from dpdist.poisoning.certificates import min_votes
+
+    counted = certificates.num_models
+    if effect is None or (needed := min_votes(effect, certificates.alpha)) <= counted:
+        return []
+    models = f"{needed:,} would (--set poison.models={len(votes.vote) - counted + needed})"
+    enough = models if math.isfinite(needed) else "with this training no number does"
+    text = f"{counted:,} votes certify no changed record, even if all are equal; {enough}"
+    return [(f"meaning{scope}", text)]
 
 
 def _describe_models(votes: Votes, certificate: PoisoningCertificates) -> str:

@@ -88,7 +88,8 @@ def _load_all_labels(source: DataSource, split: str, cache: Path) -> Dataset:
             )
         if source.classes != BUILT_IN[source.name]:
             raise UserError(
-                f"data.classes: {source.name} has {BUILT_IN[source.name]}, got {source.classes}"
+                f"data.classes: must be {BUILT_IN[source.name]} with {source.name}, got "
+                f"{source.classes}"
             )
         if source.columns.text is not None:
             raise UserError(f"data.text: {source.name} are images; leave it out")

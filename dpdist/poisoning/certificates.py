@@ -284,6 +284,13 @@ Sizes = NDArray[np.int64]
 class PoisoningBound(Protocol):
     """The effect of changed records on the answer of one random training."""
 
+    def required_probability(self, changes: int, target: float = 0.5) -> float:
+        """Return the probability above which more than `target` is left after that many changes.
+
+        It is rounded up; infinity if no probability is enough.
+        """
+        ...
+
     def max_changes(self, probability: float, target: float = 0.5) -> int:
         """Return the most changes after which an answer keeps more than `target`.
 
@@ -325,6 +332,15 @@ def check_options(models: int, select: int, radii: Sequence[float], sigma: float
         )
     if any(radii) and sigma is None:
         raise UserError("--set radii: needs sigma, noise on the inputs of the votes")
+
+
+def min_votes(poisoning_bound: PoisoningBound, alpha: float) -> float:
+    """Return the number of votes that certify one changed record if all of them are equal.
+
+    Infinity if no number of votes does. alpha: error of the certificate.
+    """
+    needed = poisoning_bound.required_probability(1)
+    return math.inf if needed >= 1 else math.floor(math.log(alpha) / math.log(needed)) + 1
 
 
 def certify_random_models(

@@ -744,5 +744,8 @@ def _read_facts(folder: RunFolder, trained: dict[str, Any]) -> RunResults:
 
 
 def _format_value(value: Any) -> str:
-    """Return a value in few digits."""
+    """Return a value in few digits; of a section, the keys with their values."""
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{key} {_format_value(each)}" for key, each in value.items())
+        return f"({inner})"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,11 +24,14 @@ from dpdist.poisoning import job as voting_models
 from dpdist.poisoning.certificates import (
     FILE,
     NONE,
+    BaggingPoisoningBound,
+    PoisoningBound,
     PrivatePoisoningBound,
     Votes,
     certify_partitioned_models,
     certify_random_models,
     draw_subset,
+    min_votes,
     read_votes,
 )
 from dpdist.poisoning.evaluation import Poisoning
@@ -66,6 +70,16 @@ def test_the_class_is_chosen_by_models_that_do_not_count() -> None:
     sure = 0.01 ** (1 / 30)
     assert found.max_changes[0.0].tolist() == [POISONED.max_changes(sure), -1]
     assert found.max_changes[0.0][0] == int(stats.norm.ppf(sure) / 0.1)  # mu is 1 / 10
+
+
+@pytest.mark.parametrize("bound", [POISONED, BaggingPoisoningBound(1000, 100)])
+def test_the_fewest_votes_that_can_certify_a_change(bound: PoisoningBound) -> None:
+    fewest = min_votes(bound, 0.001)
+    for votes, changes in ((fewest - 1, False), (fewest, True)):
+        agreed = votes_of(np.zeros((int(votes) + 1, 1)))
+        found = certify_random_models(agreed, bound, select=1, alpha=0.001)
+        assert (found.largest_changes >= 1) is changes
+    assert min_votes(BaggingPoisoningBound(10, 10), 0.001) == math.inf
 
 
 def test_an_input_may_move_besides() -> None:
