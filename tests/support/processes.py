@@ -108,15 +108,6 @@ def listening_addresses(root: int) -> set[str]:
     return found
 
 
-def training_workers(root: int) -> list[int]:
-    """Process ids of the training workers that `root` started."""
-    return [
-        pid
-        for pid, title in descendants(root).items()
-        if title.startswith("ray::") and "RayTrainWorker" in title
-    ]
-
-
 def running_processes(pids: dict[int, str]) -> list[str]:
     """Which of these processes still run under the command line they had."""
     found = []
