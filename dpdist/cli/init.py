@@ -140,11 +140,19 @@ def init_command(
     typer.echo(f"wrote {output}: {describe_data(found)}")
     units = "records" if found.user_column is None else f"records, by {found.user_column}"
     typer.echo(f"protected: training {units}; not protected: test records, with public scores")
+    count = len(found.labels) or found.classes
+    if found.feature_columns and not found.class_names and count > _MANY_CLASSES:
+        typer.echo(
+            f"each of the {count} values of {found.label_column} is a class; to predict the number "
+            f"instead, add --range {found.label_column}=LOW,HIGH, public limits"
+        )
     if found.unread:
         typer.echo(f"not read: {', '.join(found.unread)}, since other files have these splits")
     _print_columns(found, rules)
     typer.echo(f"next: dpdist data check {output}; dpdist run {output} --dry-run")
 
+
+_MANY_CLASSES = 20  # of whole numbers, which may be counts or years
 
 Rules = Mapping[str, "ColumnPreprocessing"]
 

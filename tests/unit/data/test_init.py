@@ -128,6 +128,16 @@ def test_numbers_are_learned_in_a_public_range_and_predicted_in_their_own_unit()
     assert np.isclose(measured["mean squared error"], np.square(errors).mean(), rtol=1e-4)
 
 
+@pytest.mark.parametrize(("values", "hinted"), [(3, False), (30, True)])
+def test_many_whole_numbers_as_a_label_may_be_meant_as_a_number(values, hinted):
+    Path("st").mkdir()
+    for split, first in (("train", 0), ("test", 60)):
+        rows = [f"{n}.5,{n % values}" for n in range(first, first + 60)]
+        Path("st", f"{split}.csv").write_text("\n".join(["size,floor", *rows, ""]))
+    assert ("--range floor=" in said("st", "--label", "floor")) is hinted
+    assert load_recipe(Path("st.yaml")).data.classes == values
+
+
 def write_jsonl(name: str, **rows: list) -> None:
     Path(name).mkdir()
     for split, count in (("train", 48), ("test", 8)):
