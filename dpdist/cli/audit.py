@@ -604,7 +604,9 @@ def _few_votes_rows(
     from dpdist.poisoning.certificates import min_votes
 
     counted = certificates.num_models
-    if effect is None or (needed := min_votes(effect, certificates.alpha)) <= counted:
+    if effect is None or certificates.largest_changes > 0:
+        return []
+    if (needed := min_votes(effect, certificates.alpha)) <= counted:
         return []
     models = f"{needed:,} would (--set poison.models={len(votes.vote) - counted + needed})"
     enough = models if math.isfinite(needed) else "with this training no number does"

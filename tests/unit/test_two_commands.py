@@ -130,7 +130,7 @@ TRAIN, RUN, REPORT = (
     ["run", "r.yaml"],
     ["report", "runs/small"],
 )
-VOTES = sets("poison", "models=3", "select=1", "max_inputs=2", f"seed={'cd' * 32}")
+VOTES = sets("poison", "models=3", "select=1", "bag=50", "max_inputs=2", f"seed={'cd' * 32}")
 POISON = ["audit", "r.yaml", "--kind", "poison", *VOTES]
 CERTIFY = ["certify", "runs/small", "--sigma", "0.5", "--n", "50", "--set", "certify.max_inputs=4"]
 RELEASE = ["release", "runs/small", "--not-private"]
