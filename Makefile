@@ -51,7 +51,7 @@ $(STAMP): pyproject.toml constraints.txt tests/s3-requirements.txt
 # write no bytecode.
 .PHONY: bytecode
 bytecode: install
-	@$(BIN)/python -m compileall -q dpdist
+	@$(BIN)/python -m compileall -q dpdist cluster tuning
 
 demo: install
 	@$(BIN)/dpdist run digits --name demo

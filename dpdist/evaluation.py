@@ -279,8 +279,8 @@ class SplitImages:
             raise UserError(f"{self.dataset.name}: has {len(self.dataset):,} inputs, not {index}")
         from PIL import Image
 
-        pixels = self.dataset.batch(slice(index, index + 1))[0].clamp(0, 1)
-        channels = (255 * pixels).round().byte().permute(1, 2, 0).numpy()
+        pixels = self.dataset.input_array(slice(index, index + 1))[0].clip(0, 1)
+        channels = (255 * pixels).round().astype(np.uint8).transpose(1, 2, 0)
         image = Image.fromarray(channels[:, :, 0] if channels.shape[2] == 1 else channels)
         image.thumbnail((_MAX_IMAGE_SIDE, _MAX_IMAGE_SIDE))
         buffer = io.BytesIO()

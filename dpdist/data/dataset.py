@@ -211,11 +211,14 @@ class Dataset(Records):
     def input_shape(self) -> tuple[int, ...]:
         return tuple(self._stored_inputs.shape[1:])
 
-    def batch(self, indices: np.ndarray | slice) -> Tensor:
+    def input_array(self, indices: np.ndarray | slice) -> np.ndarray:
         """Return inputs, float32 (B, *input_shape); bytes of images are divided by 255."""
         chosen = indices if self._row_indices is None else self._row_indices[indices]
-        seen = to_model_inputs(np.ascontiguousarray(self._stored_inputs[chosen]))
-        return array_to_tensor(seen)
+        return to_model_inputs(np.ascontiguousarray(self._stored_inputs[chosen]))
+
+    def batch(self, indices: np.ndarray | slice) -> Tensor:
+        """Return `input_array` as a tensor."""
+        return array_to_tensor(self.input_array(indices))
 
     def targets(self, indices: np.ndarray | slice) -> Tensor:
         """Return labels, int64 (B,); next tokens, int64 (B, T); or numbers, float32 (B, classes).

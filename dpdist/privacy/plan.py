@@ -523,7 +523,7 @@ class PrivacyPlan:
             why for phase in walk_phases(self.phases) if (why := phase.unproved_reason) is not None
         ]
 
-    def epsilon_curve(self, points: int = 50) -> list[tuple[int, float]]:
+    def epsilon_curve(self, points: int = 20) -> list[tuple[int, float]]:
         """Return epsilon after increasing numbers of steps, a list of pairs (steps, epsilon).
 
         Every epsilon is an upper bound, computed on a ten times coarser grid than `guarantee` and
