@@ -150,6 +150,7 @@ def test_our_script_beside_opacus_runs_as_printed(tmp_path):
     assert any("RandomSampler" in note for note in facts.privacy_card()["notes"])
 
 
+@pytest.mark.nightly
 def test_the_script_for_opacus(tmp_path):
     pytest.importorskip("opacus")
     epsilon, accuracy = execute(OPACUS, "before.py", tmp_path).splitlines()

@@ -17,7 +17,7 @@ import pytest
 
 import dpdist
 
-pytestmark = [pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "serve_release.py"
 
 

@@ -62,7 +62,7 @@ def test_every_command_does_what_is_printed(tmp_path):
     assert (folder / "runs/first/report/index.html").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_prices_of_a_search_are_those_printed(dpdist, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     page = (PAGE.parent / "private-tuning.md").read_text()

@@ -23,10 +23,12 @@ QUICK = {
 }
 
 
+MARKS = {"char_lstm": [], "cifar10": [pytest.mark.slow, pytest.mark.nightly]}
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "name",
-    [each if each == "char_lstm" else pytest.param(each, marks=pytest.mark.slow) for each in QUICK],
+    "name", [pytest.param(each, marks=MARKS.get(each, [pytest.mark.slow])) for each in QUICK]
 )
 def test_it_runs_on_invented_data(
     name: str, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
