@@ -175,6 +175,9 @@ def _release_record(
         "certificate": certificate,
         "data": data,
         "tested": tested,
+        "measured": {
+            name: f"{value} on {facts.evaluation_scope})" for name, value in facts.measures.items()
+        },
         "certified": [certified_accuracy_record(table) for table in facts.tables],
         "license": license,
         **text,

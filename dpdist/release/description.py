@@ -148,6 +148,7 @@ def release_rows(about: ReleaseDescription, card: Mapping[str, Any]) -> list[Row
             perplexity=tested.perplexity,
             base_perplexity=tested.base_perplexity,
         )
+    rows += [Row(name, value, brief=True) for name, value in about.measured.items()]
     for table in about.certified:
         shares = zip(table.radii, table.accuracy, strict=True)
         title = table.title if len(about.certified) > 1 else ""
@@ -248,7 +249,8 @@ class ReleaseDescription(Section):
     tokens of a language model; None for other models. noise: where the model itself is random
     (`NoiseLocation.describe`). certificate: the settings to certify it with; None if nothing was
     certified. data: the test split, without its location. license: an SPDX identifier; None if the
-    publisher gave none. certified: one entry per table. text: how texts become tokens. pictures:
+    publisher gave none. measured: test results of targets that are not classes, by name. certified:
+    one entry per table. text: how texts become tokens. pictures:
     how images of other sizes become inputs; None if they must have the size of the input.
     raw_inputs: whether inputs are scaled as in a script's training, without a declared range. base:
     that of the adapter next to the whole model; None without one.
@@ -265,6 +267,7 @@ class ReleaseDescription(Section):
     certificate: AnyCertificate | None
     data: DataRecipe
     tested: CleanAccuracy | None
+    measured: Annotated[dict[SingleLine, SingleLine], Field(max_length=99)]
     certified: Annotated[tuple[CertifiedAccuracy, ...], Field(max_length=999)]
     license: License | None
     text: ReleasedText | None = None

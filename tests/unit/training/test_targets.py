@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,13 @@ def test_a_release_is_a_model_and_says_no_class(finished):
     page = (folder.release_folder / "README.md").read_text()
     assert ("tabular-regression" in page) == (kind == "number") == ("A classifier" not in page)
     assert ("Classes:" not in page) == (kind == "number")
-    assert "No accuracy is stated" in page
+    written = json.loads(folder.evaluation.read_text())["measures"]
+    assert release.description.measured.keys() == written.keys() >= set(MEASURES[kind])
+    stated = {row.name: float(re.match(r"[\d.e+-]+", row.value)[0]) for row in release.rows
+              if row.name in written}  # fmt: skip
+    scale = 100 if kind == "labels" else 1
+    assert stated == pytest.approx({name: scale * v for name, v in written.items()}, rel=1e-3)
+    assert all(name.capitalize() in page for name in written)
     with pytest.raises(UserError):
         release.certificate_settings(sigma=0.1)
 
