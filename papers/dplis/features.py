@@ -302,7 +302,7 @@ def main() -> None:
     if not (Path(given.model) / "model.json").exists():
         network = ForeignModel(
             given.model, given.weights, parse_changes(given.option),
-            importing.input_shape(given.input), given.classes, mean, std,
+            given.input and tuple(map(int, given.input.split(","))), given.classes, mean, std,
         )  # fmt: skip
     try:
         folder = make_features(

@@ -16,7 +16,11 @@ from support.benchmarks import BENCHMARKS, CHECKOUT, PAPERS, SCRIPTS
 def files() -> dict[Path, int]:
     """Return when each file beside the scripts and of the docs was last written."""
     kept = [each for at in (BENCHMARKS, PAPERS, CHECKOUT / "docs") for each in at.rglob("*")]
-    return {path: path.stat().st_mtime_ns for path in kept if "__pycache__" not in path.parts}
+    return {
+        path: path.stat().st_mtime_ns
+        for path in kept
+        if path.is_file() and "__pycache__" not in path.parts
+    }
 
 
 def quick(name: str, folder: Path) -> subprocess.CompletedProcess[str]:

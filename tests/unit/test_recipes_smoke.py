@@ -121,7 +121,7 @@ def small_changes(path, root, monkeypatch):
         small[f"model.{part}"] = str(root / part)
         if recipe.public.weights is not None:
             small["public.weights"] = None  # nothing is downloaded here
-        small["public.training"] = {"batch_size": 2, "steps": 1, "learning_rate": 0.01}
+        small["public.training"] = {"batch_size": 2, "steps": 1, "learning_rate": 0.0001}
         for name in registry.SYNTHETIC_RECORDS:
             monkeypatch.setitem(registry.SYNTHETIC_RECORDS, name, 400)
     return small
