@@ -211,7 +211,7 @@ def scores_of(
     `plain` is the recipe of the shadow models.
     """
     records = len(records_with_canaries(recipe, data_source(recipe)))
-    settings = Membership(game.name, game.models)
+    settings = Membership(game=game.name, models=game.models)
     both = [settings.plan_shadows(one, records)[0] for one in (recipe, plain)]
     recipes, plans = zip(*both, strict=True)
     setup = ShadowSetup(game, key, recipes, plans, passes, population)

@@ -6,9 +6,13 @@ python papers/secure-sgd/mechanisms.py mechanisms.png
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from _common import parse_arguments, scratch_folder
 
 from dpdist.privacy import mechanisms
 from dpdist.reports.figures import make_panels, render_figure
@@ -19,8 +23,10 @@ DELTA, SENSITIVITY = 1e-5, 1.0
 def main() -> None:
     """Draw the figure into the file that the command names, a .png, .pdf or .svg."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("path", type=Path, help="a .png, .pdf or .svg")
-    path = parser.parse_args().path
+    parser.add_argument("path", nargs="?", type=Path, help="a .png, .pdf or .svg")
+    path = parse_arguments(parser, {"path": scratch_folder() / "mechanisms.png"}).path
+    if path is None:
+        parser.error("PATH is needed")
     epsilon = np.geomspace(0.05, 10, 200)
     proved = epsilon <= 1
     classical = mechanisms.classical_gaussian_formula(epsilon, DELTA, SENSITIVITY)
