@@ -62,6 +62,7 @@ from dpdist.training.private_score import (
     PrivateScore,
     Value,
     check_apart,
+    check_scored_targets,
     declare,
     with_kept_score,
     with_score,
@@ -924,6 +925,7 @@ class PrivateTraining:
     ) -> PrivateScore:
         """Return the checked scores that `score` declares, and add them to the plan."""
         begun = self._recipe.score
+        check_scored_targets(records, value)
         if self._recipe.user_unit is not None:
             records = scored_by_unit(self._recipe, self._records, records)
             if self._public is not None:
@@ -933,11 +935,6 @@ class PrivateTraining:
                 "score: must be declared once, before the first step of a new run, whose plan "
                 f"counts it from the beginning; start another one than {self.run.path}",
                 see="how-to/own-loop.md#looking-at-private-records-at-a-price",
-            )
-        if value is None and self._script.kind != "class":
-            raise UserError(
-                "score.value: must be a function of module and batch if targets are not classes, "
-                "got None"
             )
         terms = declare(self._recipe, self.plan, len(records), value, every=every, noise=noise)
         if self._recipe.user_unit is None:

@@ -61,7 +61,13 @@ from dpdist.searched_function import (
     settings_of_function,
     take_step,
 )
-from dpdist.training.private_score import ASSUMED_OF_VALUE, Value, check_apart, value_name
+from dpdist.training.private_score import (
+    ASSUMED_OF_VALUE,
+    Value,
+    check_apart,
+    check_scored_targets,
+    value_name,
+)
 from dpdist.training.script_checks import (
     EVAL_DATA,
     HashedRecords,
@@ -355,6 +361,7 @@ def _parse_score(
     value = score.get("value")
     name = value_name(value, "tune: score.value")
     records = as_records(score[given[0]])
+    check_scored_targets(records, value, "tune: score")
     public = given == ["public"]
     if privacy.max_records_per_user is not None and not public:
         users = Users.from_values(units_of(records), privacy.max_records_per_user)

@@ -275,13 +275,18 @@ def check_classes(records: Records, classes: int) -> None:
         check_labels(targets, classes, records.name)
 
 
+def have_one_class_each(records: Records) -> bool:
+    """Return whether the target of each record is one class, an integer (B,)."""
+    targets = records.examples(2)[1]
+    return records.has_targets and not targets.is_floating_point() and targets.dim() == 1
+
+
 def check_one_class_each(records: Records, classes: int | None = None) -> None:
     """Raise UserError unless each record has one class, by which it can be sampled.
 
     classes: bound of all targets; None does not check them.
     """
-    targets = records.examples(2)[1]
-    if not records.has_targets or targets.is_floating_point() or targets.dim() != 1:
+    if not have_one_class_each(records):
         raise UserError(
             "class_sampling: must be left out unless the target of each record is one class, (B,)"
         )

@@ -30,6 +30,7 @@ from dpdist.data.protocol import (
     UserRecords,
     count_common,
     find_generators,
+    have_one_class_each,
     kept_generators,
     mean_units,
     seed_generators,
@@ -122,6 +123,15 @@ def declare(
         least = max(1e-2, score_noise_for(target, scores=scores, delta=plan.delta))
         return terms.model_copy(update={"noise": least})
     return terms
+
+
+def check_scored_targets(records: Records, value: Value | None, key: str = "score") -> None:
+    """Raise UserError for accuracy, the score without a value, of records without one class."""
+    if value is None and not have_one_class_each(records):
+        raise UserError(
+            f"{key}.value: must be a function of module and batch if the records have no classes, "
+            "got None; or name these: (X, y), or dpdist.as_records(data, target=FIELD)"
+        )
 
 
 def value_name(value: Value | None, key: str = "score.value") -> str:

@@ -287,6 +287,7 @@ def spoiling(module: nn.Module, batch: Any) -> torch.Tensor:
         (tuple(part[79:] for part in TRAINED), once(), {}, "in data, got 1 "),
         (SCORED, once(), {"eval_data": tuple(p[:3] for p in SCORED)}, "in eval_data, got 3"),
         (SCORED, once(noise=0.0), {}, "score: noise"),
+        (SCORED[0], once(), {}, "score.value"),  # without classes
         (SCORED, once(value=lambda m, b: torch.rand(1)), {}, "random numbers"),
         (SCORED, once(value=spoiling), {}, "score.value"),
         (SCORED, once(), {"privacy": {**FRESH, "adjacency": "replace-one"}}, "replace-one"),

@@ -197,6 +197,7 @@ REFUSED = [
      "score.value"),
     (build, {"score": {"private_eval_data": TRAINED}}, "score: "),
     (build, {"score": {"public": TRAINED}}, "score.public"),
+    (build, {"score": {"public": SCORED[0]}}, "score.value"),
 ]  # fmt: skip
 
 
