@@ -350,7 +350,7 @@ def run_session(
                 console.log(f"{cpus} CPUs requested, this machine has {here}: this is slower")
             yield opened
     except KeyboardInterrupt:
-        raise Interrupted("interrupted; repeat the command to resume") from None
+        raise Interrupted("interrupted; repeat the command or script to resume") from None
 
 
 def archive_stage(folder: RunFolder) -> None:

@@ -161,6 +161,8 @@ def _print_training(
             solve: Any = solvers[missing[0]]
             found = solve(epsilon, **{name: setting[name] for name in kept})
             setting = {**setting, missing[0]: found}
+            if missing[0] == "steps" and found == calibration.MAX_STEPS:
+                console.log(f"steps: {found:,} are the most that are tried; more may be possible")
         plan = PrivacyPlan.dp_sgd(**setting)
         if trials is None:
             _print_plan(plan, as_json)

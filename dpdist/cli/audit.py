@@ -289,6 +289,11 @@ def audit_command(
     of_recipe = [each for each in changes or () if each not in own]
     of_audit = changes_by_section(own, {section: None})[section]
     recipe, folder = _open_run_or_recipe(name, runs, of_recipe)
+    if recipe.by_script is not None and kind not in (None, "mechanism"):
+        raise UserError(
+            f"--kind: must be mechanism for a run of a script, got {kind}, for which a command "
+            "trains models again"
+        )
     if kind not in ("membership", "poison"):
         if workers is not None:
             raise UserError("--workers: must be left out except with membership and poison")

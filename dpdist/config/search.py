@@ -169,11 +169,13 @@ class NumTrialsRecipe(Section):
 
     @property
     def full_description(self) -> str:
-        """Return the distribution in words, with a number of trials that is likely exceeded."""
+        """Return the distribution in words, and what to expect: few trials, or none."""
         secret = self.secret_distribution
         if secret is None:
             return self.description
-        least = secret.quantile(0.05)
+        if (none := 1 - secret.tail_probability(1)) >= 0.005:
+            return f"{self.description} (no trial, and no model, with probability {none:.2f})"
+        least = max(2, secret.quantile(0.05))  # there is always one
         chance = math.floor(100 * secret.tail_probability(least)) / 100
         return f"{self.description} (at least {least} with probability {chance:.2f})"
 

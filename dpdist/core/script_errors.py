@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 from dpdist.core.console import erasure
-from dpdist.core.errors import ClusterError, ExitCode, UserError
+from dpdist.core.errors import ClusterError, ExitCode, Interrupted, UserError
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
@@ -41,6 +41,9 @@ class TrainingInterrupted(KeyboardInterrupt):
     """Ctrl-C during a training that the same script resumes; its message states where."""
 
 
+_STOPPED = (TrainingInterrupted, Interrupted)
+
+
 class Work(Protocol):
     """Work of a script that the same script resumes."""
 
@@ -57,7 +60,7 @@ def install_error_hooks() -> None:
         sys.excepthook = _OneLine(sys.excepthook)
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is not None:
-        shell.set_custom_exc((*_SHOWN, TrainingInterrupted), _show_in_notebook)
+        shell.set_custom_exc((*_SHOWN, *_STOPPED), _show_in_notebook)
 
 
 class _OneLine:
@@ -73,7 +76,7 @@ class _OneLine:
     ) -> None:
         if issubclass(kind, _SHOWN):
             _print(error, _place(trace) if issubclass(kind, UserError) else "")
-        elif issubclass(kind, TrainingInterrupted):
+        elif issubclass(kind, _STOPPED):
             if str(error):  # only one of several workers has a message
                 _print(error)
             raise SystemExit(ExitCode.INTERRUPTED)
@@ -87,11 +90,11 @@ class _OneLine:
 
 
 def _place(trace: TracebackType | None) -> str:
-    """Return file and line of the innermost frame outside this package."""
+    """Return file and line of the innermost frame of the user's own code."""
     found = ""
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        if not name.startswith((_PACKAGE, "<")):
+        if not (_is_library(name) or name.startswith("<")):
             found = f"{Path(name).name}:{trace.tb_lineno}: "
         trace = trace.tb_next
     return found

@@ -137,6 +137,7 @@ class Release:
             call = "text_answerer(text)"
         if (signature := self.signature) is not None:
             call = f"predict({{...}}) of {signature}"
+        trust = f" --trust-factory {self.trusted_factory}" if self.trusted_factory else ""
         rows = [
             *self.rows,
             Row("model", f"{about.model[:12]}, by {about.method}, dpdist {about.dpdist}"),
@@ -145,7 +146,7 @@ class Release:
             if about.text is None or about.text.predict == "label"
             else Row("vocabulary", f"{about.outputs:,} tokens"),
             Row("license", about.license or "not named: ask the publisher"),
-            Row("to use it", f"release.{call}; dpdist verify {self.path}"),
+            Row("to use it", f"release.{call}; dpdist verify {self.path}{trust}"),
         ]
         return format_table(rows, f"Release {self.name} ({self.path})")
 

@@ -505,7 +505,9 @@ class RunResults:
         for kind, found in self.evaluations.items():
             rows += [Row(*pair, brief=True) for pair in kind.summary_rows(found)]
         if self.folder.report_file.exists():
-            details = f"details: dpdist report {self.folder.name}"
+            path = self.folder.path
+            name = path.name if path.parent.name == "runs" else path
+            details = f"details: dpdist report {name}"
             rows.append(Row("report", str(self.folder.report_file), details, brief=True))
         return rows + _detail_rows(self)
 

@@ -259,7 +259,8 @@ class ScriptLearner:
 @torch.no_grad()
 def _norm_of(model: nn.Module) -> float:
     numbers = (each for each in model.parameters() if each.is_floating_point())
-    return math.hypot(*(float(each.norm(dtype=torch.float32)) for each in numbers))
+    wide = ((each, torch.promote_types(each.dtype, torch.float32)) for each in numbers)
+    return math.hypot(*(float(each.norm(dtype=dtype)) for each, dtype in wide))
 
 
 def is_finite(values: Tensor) -> bool:

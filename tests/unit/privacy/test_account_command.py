@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from dpdist.cli.main import app
 from dpdist.core.errors import UserError
+from dpdist.privacy import calibration
 from dpdist.privacy.plan import PrivacyPlan
 
 RUN = ["--records", "60000", "--batch-size", "256", "--delta", "1e-5"]
@@ -71,6 +72,14 @@ def test_search():
     assert cost["geometric, mean 10"] == pytest.approx(1.712, abs=2e-3)
     assert cost["logarithmic, mean 10"] == pytest.approx(1.622, abs=2e-3)
     assert cost["one run"] < cost["logarithmic, mean 10"] < cost["fixed, 10 runs"]
+
+
+def test_the_most_steps_that_are_tried_are_no_answer_without_a_word():
+    data = ("--records", "1000000", "--batch-size", "256", "--delta", "1e-7")
+    arguments = ["account", *data, "--noise-multiplier", "4", "--epsilon", "8", "--json"]
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert json.loads(done.stdout)["steps"] == calibration.MAX_STEPS
+    assert "steps: " in done.stderr
 
 
 def test_a_radius_is_that_of_exact_bounds():

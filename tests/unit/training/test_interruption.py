@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 import signal
+import sys
 from collections import Counter
 from typing import Any
 
@@ -14,7 +16,8 @@ from torch import nn
 
 from dpdist.cluster.executor import Executor
 from dpdist.cluster.work import WorkerGroup
-from dpdist.core.script_errors import TrainingInterrupted, unfinished
+from dpdist.core.errors import ExitCode, Interrupted, UserError
+from dpdist.core.script_errors import TrainingInterrupted, install_error_hooks, unfinished
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
 from dpdist.training import monitoring, trainer, worker
@@ -107,6 +110,23 @@ def test_an_interrupted_script_resumes(tmp_path):
     assert stopped.returncode == 130 and "Traceback" not in stopped.stderr
     assert load_latest(RunFolder(tmp_path / "own").checkpoints).step == 4
     assert run_script(tmp_path / "own", seconds=1e6).returncode == 0
+
+
+def test_an_error_of_a_script_is_one_line_that_names_its_own(tmp_path, capsys, monkeypatch):
+    """Also where a library of Python's calls what raises; and Ctrl-C in a search exits with 130."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    install_error_hooks()
+    (tmp_path / "own.py").write_text(
+        "import contextlib\nimport dpdist\n\nwith contextlib.ExitStack() as stack:\n"
+        "    stack.callback(dpdist.load_results, 'nowhere')\n"
+    )
+    with pytest.raises(UserError) as raised:
+        runpy.run_path(str(tmp_path / "own.py"))
+    sys.excepthook(raised.type, raised.value, raised.tb)
+    assert capsys.readouterr().err.startswith("own.py:4: ")
+    with pytest.raises(SystemExit) as ended:
+        sys.excepthook(Interrupted, Interrupted("stopped"), None)
+    assert ended.value.code == ExitCode.INTERRUPTED and capsys.readouterr().err == "stopped\n"
 
 
 class _SlowOnce(nn.Linear):

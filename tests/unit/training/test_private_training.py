@@ -107,6 +107,17 @@ def test_the_folder_is_an_ordinary_run(tmp_path, monkeypatch, capsys):
         done = command(monkeypatch, capsys, tmp_path, *words)
         assert done.code == 0, (words, done.out + done.err)
     assert t.run.report_file.exists() and list(t.run.certificates.glob("*/certificates.parquet"))
+    for kind in ("canaries", "many-runs", "membership", "poison"):  # no command trains it again
+        done = command(monkeypatch, capsys, tmp_path, "audit", "own", *runs, "--kind", kind)
+        assert done.code == 2 and "--kind" in done.err
+
+
+def test_a_model_of_double_precision_trains(tmp_path):
+    inputs, labels = rows()
+    t = training(tmp_path / "own", Net().double(), data=(inputs.double(), labels))
+    before = flat(t.model)
+    t.run_all()
+    assert t.guarantee.kind != "claimed" and not torch.equal(before, flat(t.model))
 
 
 def test_columns_of_a_table_are_inputs_in_their_order(tmp_path, monkeypatch, capsys):

@@ -161,3 +161,15 @@ def test_the_best_is_the_highest_score_and_ties_ignore_the_data():
     assert best_trial(trials, {2: -5.0}) == 2  # the others failed: minus infinity
     assert best_trial(trials, {}) is None
     assert best_trial([], {}) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"name": "poisson", "mean": 2}, "no trial, and no model, with probability 0.14"),  # e^-2
+        ({"name": "geometric", "mean": 4}, "at least 2 with probability 0.75"),
+        ({"name": "fixed", "runs": 3}, "fixed, 3 trials"),
+    ],
+)
+def test_a_random_number_of_trials_says_what_to_expect(given, expected):
+    assert expected in NumTrialsRecipe(**given).full_description
