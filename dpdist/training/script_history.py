@@ -21,6 +21,7 @@ from dpdist.core.files import own_only
 from dpdist.data.protocol import Records, check_labels, map_fields
 from dpdist.models.signature import naming_inputs
 from dpdist.privacy.guarantee import FIXED_KEY, Guarantee, format_epsilon
+from dpdist.training.script_checks import check_has_targets
 from dpdist.training.script_state import evaluation_mode, kept_buffers, outputs_of
 
 # --- the report of a step ---------------------------------------------------------------------
@@ -268,8 +269,7 @@ def evaluate_public(
         signature: how it is called with several fields (`ModelSpec.signature`), else empty.
         metric: of all outputs and targets.
     """
-    if not public.has_targets:
-        raise UserError("eval_data: must have targets, got only inputs: give (X, y)")
+    check_has_targets(public)
     device = next(model.parameters()).device
     outputs, targets = [], []
     with evaluation_mode(model), kept_buffers(model), torch.inference_mode():
