@@ -20,7 +20,7 @@ import numpy as np
 from dpdist.core.console import Row, format_table
 from dpdist.core.errors import UserError
 from dpdist.core.files import json_equal, quoted, read_json, validate_path
-from dpdist.models.signature import Signature
+from dpdist.models.signature import Signature, naming_inputs
 from dpdist.privacy.card import PRIVACY_CARD, bounding_guarantee, no_epsilon, parse_card_plan
 from dpdist.privacy.phases import UNKNOWN_DATA
 from dpdist.privacy.plan import PrivacyPlan
@@ -319,7 +319,8 @@ class Release:
             `.softmax(1)` are the probabilities; for numbers, in the label's own unit.
 
         Raises:
-            UserError: inputs are not such fields, or are texts: use `text_answerer`.
+            UserError: inputs are not such fields, the model fails on them, or they are texts: use
+                `text_answerer`.
             ReleaseError: the model's files are damaged.
         """
         import torch
@@ -328,7 +329,7 @@ class Release:
             raise UserError(f"{self.path}: its inputs are texts; call its text_answerer(text)")
         model, signature = self.model, self.signature
         given = self._numbers(inputs) if signature is None else inputs
-        with torch.inference_mode():
+        with torch.inference_mode(), naming_inputs("inputs"):
             if signature is not None:
                 found: Tensor = signature.outputs(model, signature.batch(given))
                 return found

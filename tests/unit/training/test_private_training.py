@@ -176,7 +176,7 @@ def test_a_release_takes_the_frame_that_a_training_takes(tmp_path, monkeypatch):
     release = dpdist.load(run.release_folder, trusted_factory="nets_of_a_frame:net")
     inputs[:, 0] = 1
     torch.testing.assert_close(release.predict(frame), release.predict(inputs))
-    for given in (frame.drop(columns="f"), frame.assign(a="zzz"), {"a": [1.0]}):
+    for given in (frame.drop(columns="f"), frame.assign(a="zzz"), {"a": [1.0]}, [["zzz"]]):
         with pytest.raises(UserError, match=r"^inputs: ") as error:
             release.predict(given)
         assert "zzz" not in str(error.value)

@@ -131,3 +131,5 @@ def test_what_it_cannot_answer_names_predict(nets):
         release.predict({"numbers": NUMBERS})
     with pytest.raises(dpdist.UserError, match=r"inputs\.numbers"):
         release.predict({"numbers": NUMBERS[:, :3], "categories": CATEGORIES})
+    with pytest.raises(dpdist.UserError, match=r"^inputs: "):
+        release.predict({"numbers": NUMBERS, "categories": CATEGORIES + 9})
