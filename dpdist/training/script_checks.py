@@ -93,7 +93,8 @@ def check_what_is_learned(records: Records, loss: Any, model: nn.Module, classes
     if isinstance(loss, str):
         check_targets(records, loss, classes)
     elif isinstance(loss, nn.Module) and CriterionLoss(loss).takes_classes(records.examples(1)[1]):
-        check_targets(records, "cross-entropy", classes)
+        ignored: Any = loss.ignore_index  # its records have the loss 0
+        check_targets(records, "cross-entropy", classes, ignored)
     tokens = loss is language_model_loss or isinstance(records, PreferenceRecords)
     if tokens and (limits := token_limits(model)) is not None:
         check_tokens(records, *limits)

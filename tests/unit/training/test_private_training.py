@@ -517,6 +517,23 @@ def test_a_class_without_an_output_is_refused_at_the_start(tmp_path, label):
     assert str(label) not in str(error.value) and not (tmp_path / "own").exists()
 
 
+@pytest.mark.parametrize("ignored", [255, -100])
+@pytest.mark.parametrize("items", [False, True])
+def test_a_criterion_s_ignored_class_is_no_error(tmp_path, ignored, items):
+    inputs, labels = rows()
+    labels[::3] = ignored
+    given = {"loss": nn.CrossEntropyLoss(ignore_index=ignored)}
+
+    def data() -> Any:
+        return [*zip(inputs, labels, strict=True)] if items else (inputs, labels)
+
+    t = ended(training(tmp_path / "own", data=data(), **given))
+    assert all(bool(each.isfinite().all()) for each in t.model.parameters())
+    labels[1] = 7 if ignored > 0 else -1  # beside the largest or the least
+    with pytest.raises(UserError, match="data: targets"):
+        training(tmp_path / "other", data=data(), **given)
+
+
 class Scaled(nn.Module):
     """A layer with a plain attribute, a function among them, and a buffer."""
 
