@@ -105,6 +105,27 @@ def test_inputs_that_the_model_cannot_take_are_named(tmp_path):
     assert "mat1" not in str(error.value)
 
 
+class _Two(nn.Linear):
+    def forward(self, inputs: Any) -> Any:
+        return super().forward(inputs), inputs
+
+
+def _of_first(module: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(module(batch[0])[0], batch[1], reduction="none")
+
+
+def test_outputs_without_a_score_name_the_model(tmp_path):
+    training = _training(tmp_path / "run")
+    with torch.no_grad():
+        training.model[3].bias[0] = float("nan")
+    with pytest.raises(dpdist.UserError, match=r"^model: "):
+        training.evaluate(PUBLIC, metric="auc")
+    data = INPUTS[:200], LABELS[:200]
+    training = begin(tmp_path / "two", _Two(4, 2), data=data, loss=_of_first)
+    with pytest.raises(dpdist.UserError, match=r"^model: "):
+        training.evaluate(PUBLIC)
+
+
 def test_curves_of_classes_are_those_of_sklearn(tmp_path):
     data = INPUTS[:200], THIRDS[:200]
     training = begin(tmp_path / "run", nn.Linear(4, 3), data=data)
