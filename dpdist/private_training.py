@@ -524,8 +524,8 @@ class PrivateTraining:
             The model is in evaluation mode meanwhile.
 
         Raises:
-            UserError: a record is also in `data`, targets are missing, or the metric is unknown or
-                does not fit the targets.
+            UserError: a record is also in `data`, targets are missing, the metric is unknown or
+                does not fit the targets, or the model fails on the inputs.
 
         Example:
             >>> import tempfile, torch, dpdist
@@ -543,7 +543,7 @@ class PrivateTraining:
             (True, ['step', 'learning_rate', 'noisy_norm', 'eval_accuracy'])
         """
         self._look_after()
-        name, function = named_metric(metric)
+        name, function = named_metric(metric, self._script.kind)
         public = as_records(eval_data, name="eval_data")
         known = public.keyed_fingerprint(bytes(32))
         if known != self._compared:

@@ -235,11 +235,11 @@ _FEWEST_ROWS, _NO_MEAN, _UNIT_SPREAD = 20, 1e-4, 0.03
 # --- checks of targets ------------------------------------------------------------------------
 
 
-def check_targets(records: Records, loss: str, outputs: int) -> None:
+def check_targets(records: Records, loss: str, outputs: int, ignored: int | None = None) -> None:
     """Raise UserError for targets that a named loss cannot use.
 
     Required are targets, and for cross-entropy integers below `outputs`: torch's own error would
-    quote the value.
+    quote the value. ignored: the class whose records a criterion gives the loss 0, if any.
     """
     if not records.has_targets:
         raise UserError(
@@ -252,7 +252,7 @@ def check_targets(records: Records, loss: str, outputs: int) -> None:
                 f"{records.name}: targets must be integers for the loss cross-entropy, got floats; "
                 "number the classes from 0 (y.long(), or y.argmax(1) of one-hot rows)"
             )
-        check_classes(records, outputs)
+        check_classes(records, outputs, ignored)
 
 
 def check_labels(target: Tensor, classes: int | None, name: str) -> None:
@@ -269,10 +269,19 @@ def check_labels(target: Tensor, classes: int | None, name: str) -> None:
         ) from None
 
 
-def check_classes(records: Records, classes: int) -> None:
-    """Raise UserError for a target outside 0..classes-1, which torch's own error would quote."""
-    for targets in records._checked_targets():
-        check_labels(targets, classes, records.name)
+def check_classes(records: Records, classes: int, ignored: int | None = None) -> None:
+    """Raise UserError for a target outside 0..classes-1, which torch's own error would quote.
+
+    ignored: a target that is allowed nevertheless.
+    """
+    try:
+        for targets in records._checked_targets():
+            check_labels(targets, classes, records.name)
+    except UserError:
+        if ignored is None:
+            raise
+        for targets in map(records.targets, chunks_of(records)):  # extremes may hide others
+            check_labels(targets[targets != ignored], classes, records.name)
 
 
 def have_one_class_each(records: Records) -> bool:

@@ -9,7 +9,8 @@ checked field by field. torch is imported only where a model is called.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +113,26 @@ class Signature:
         """Return the module's outputs for these fields (B, ...)."""
         args, kwargs = (_filled(self.call[part], fields) for part in ("args", "kwargs"))
         return plain_outputs(module(*args, **kwargs))
+
+
+@contextmanager
+def naming_inputs(key: str) -> Iterator[None]:
+    """Raise UserError with the key if the model fails on the inputs that a user gives.
+
+    The text of the model's own error is left out, as it may quote a record.
+    """
+    import torch
+
+    try:
+        yield
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{key}: must be inputs that the model takes, it raised {type(error).__name__} on "
+            "them; give the fields, shapes and types of the training, and only categories that the "
+            "model has"
+        ) from None
 
 
 def plain_outputs(outputs: Any) -> Any:

@@ -20,7 +20,7 @@ import numpy as np
 from dpdist.core.console import Row, format_table
 from dpdist.core.errors import UserError
 from dpdist.core.files import json_equal, quoted, read_json, validate_path
-from dpdist.models.signature import Signature
+from dpdist.models.signature import Signature, naming_inputs
 from dpdist.privacy.card import PRIVACY_CARD, bounding_guarantee, no_epsilon, parse_card_plan
 from dpdist.privacy.phases import UNKNOWN_DATA
 from dpdist.privacy.plan import PrivacyPlan
@@ -310,42 +310,56 @@ class Release:
         """Return the model's outputs for records, a tensor, without noise or a certificate.
 
         Args:
-            inputs: one array (B, *spec.input_shape), scaled as in training; or raw rows of a table,
-                which the release preprocesses as in training: a DataFrame, an Arrow table, a dict
-                of columns or the path of a file. If the model reads several fields: arrays (B, ...)
-                by name.
+            inputs: one array (B, *spec.input_shape), or a DataFrame of numbers with its columns in
+                the order of training, scaled as in training; or raw rows of a table, which the
+                release preprocesses as in training: a DataFrame, an Arrow table, a dict of columns
+                or the path of a file. If the model reads several fields: arrays (B, ...) by name.
 
         Returns:
             A tensor (B, ...) with the outputs of `model`: for classes logits (B, classes), of which
             `.softmax(1)` are the probabilities; for numbers, in the label's own unit.
 
         Raises:
-            UserError: inputs are not such fields, or are texts: use `text_answerer`.
+            UserError: inputs are not such fields, the model fails on them, or they are texts: use
+                `text_answerer`.
             ReleaseError: the model's files are damaged.
         """
         import torch
 
         if self.description.tokens:
             raise UserError(f"{self.path}: its inputs are texts; call its text_answerer(text)")
-        with torch.inference_mode():
-            if (signature := self.signature) is not None:
-                found: Tensor = signature.outputs(self.model, signature.batch(inputs))
+        model, signature = self.model, self.signature
+        given = self._numbers(inputs) if signature is None else inputs
+        with torch.inference_mode(), naming_inputs("inputs"):
+            if signature is not None:
+                found: Tensor = signature.outputs(model, signature.batch(given))
                 return found
-            numbers = isinstance(inputs, np.ndarray | torch.Tensor | list)
-            if not numbers or (len(inputs) and isinstance(inputs[0], Mapping)):
-                preprocessing = self.description.preprocessing()
-                if preprocessing is None:
-                    raise UserError("inputs: must be an array, as the model reads no columns")
-                inputs = preprocessing.transform(inputs)
-            rows = torch.as_tensor(inputs, dtype=torch.float32)
+            rows = torch.as_tensor(given, dtype=torch.float32)
             if rows.shape[1:] != self.spec.input_shape:
                 wanted = ", ".join(map(str, self.spec.input_shape))
                 raise UserError(
                     f"inputs: must have shape (records, {wanted}), got {tuple(rows.shape)}"
                 )
             low, high = self.description.data.columns.target_range
-            found = low + (high - low) * self.model(rows)
+            found = low + (high - low) * model(rows)
             return found
+
+    def _numbers(self, inputs: Any) -> Any:
+        """Return an array of numbers as it is; raw rows preprocessed, or a table as an array."""
+        import torch
+
+        numbers = isinstance(inputs, np.ndarray | torch.Tensor | list)
+        if numbers and not (len(inputs) and isinstance(inputs[0], Mapping)):
+            return inputs
+        if (preprocessing := self.description.preprocessing()) is not None:
+            return preprocessing.transform(inputs)
+        if not hasattr(inputs, "columns"):
+            raise UserError(
+                "inputs: must be an array or a table of numbers, as the model reads no columns"
+            )
+        from dpdist.data.array_records import Options, as_numbers
+
+        return as_numbers("inputs", inputs, Options(name="inputs"))
 
     def require_single_input(self) -> None:
         """Raise UserError if the model reads several fields. Returns nothing."""

@@ -93,7 +93,8 @@ def check_what_is_learned(records: Records, loss: Any, model: nn.Module, classes
     if isinstance(loss, str):
         check_targets(records, loss, classes)
     elif isinstance(loss, nn.Module) and CriterionLoss(loss).takes_classes(records.examples(1)[1]):
-        check_targets(records, "cross-entropy", classes)
+        ignored: Any = loss.ignore_index  # its records have the loss 0
+        check_targets(records, "cross-entropy", classes, ignored)
     tokens = loss is language_model_loss or isinstance(records, PreferenceRecords)
     if tokens and (limits := token_limits(model)) is not None:
         check_tokens(records, *limits)
@@ -249,7 +250,10 @@ def _arrays(records: Records, rows: np.ndarray, kind: str) -> tuple[np.ndarray, 
     """
     inputs, targets = records.batch(rows), records.targets(rows)
     if not (isinstance(inputs, Tensor) and inputs.is_floating_point()):
-        raise UserError("eval_data: must have one tensor of numbers for each record as its input")
+        raise UserError(
+            "eval_data: must have one tensor of numbers for each record as its input; with several "
+            "inputs, leave eval_data out and call training.evaluate"
+        )
     if kind != "class":
         return inputs.float().cpu().numpy(), targets.float().reshape(len(targets), -1).cpu().numpy()
     if targets.is_floating_point() or targets.dim() != 1:
@@ -266,13 +270,21 @@ def store_public(public: Records, folder: RunFolder, recipe: Recipe) -> None:
     store_split(root, data.name, inputs, labels, data.classes, kind)
 
 
+def check_has_targets(public: Records) -> None:
+    """Raise UserError for public records without targets."""
+    if not public.has_targets:
+        raise UserError(
+            "eval_data: must have targets, got only inputs: give (X, y), or name the target: "
+            "dpdist.as_records(data, target='label')"
+        )
+
+
 def check_public(public: Records, private: Records, kind: str, classes: int) -> None:
     """Raise UserError if a private record, or one of its user, is among the public ones.
 
     Also if they are not records of the same kind.
     """
-    if not public.has_targets:
-        raise UserError("eval_data: must have targets, got only inputs: give (X, y)")
+    check_has_targets(public)
     if kind == "class" and not public.examples(1)[1].is_floating_point():
         check_classes(public, classes)
     if isinstance(private, UserRecords):

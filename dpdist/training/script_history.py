@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 from dpdist.core.errors import UserError
 from dpdist.core.files import own_only
-from dpdist.data.protocol import Records, map_fields
+from dpdist.data.protocol import Records, check_labels, map_fields
+from dpdist.models.signature import naming_inputs
 from dpdist.privacy.guarantee import FIXED_KEY, Guarantee, format_epsilon
+from dpdist.training.script_checks import check_has_targets
 from dpdist.training.script_state import evaluation_mode, kept_buffers, outputs_of
 
 # --- the report of a step ---------------------------------------------------------------------
@@ -136,16 +138,15 @@ def as_table(columns: Mapping[str, list[Any]]) -> Any:
 
 Metric = str | Callable[[Tensor, Tensor], Any]
 _ROWS = 512
+_EVAL_DATA = "eval_data"  # in error messages
+_OF_CLASSES = 'metric: must be "accuracy", "auc" or a function, as targets are classes'
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
     """Return the fraction of correct classes, or of correct signs of logits."""
-    if targets.is_floating_point() and not ((targets == 0) | (targets == 1)).all():
-        raise UserError('metric: must be "mae", "mse" or a function, as targets are numbers')
-    if targets.is_floating_point() or outputs.shape == targets.shape:
+    _check_classes(outputs, targets)
+    if outputs.numel() == targets.numel():
         answers = (outputs.reshape(targets.shape) > 0) == (targets > 0.5)
-    elif outputs.dim() == 1 or outputs.shape[1] == 1:
-        answers = (outputs.reshape(-1) > 0) == (targets > 0)
     else:
         answers = outputs.argmax(1) == targets
     return float(answers.double().mean())
@@ -155,25 +156,76 @@ def auc(outputs: Tensor, targets: Tensor) -> float:
     """Return the area under the ROC curve; for several classes, the mean of one against all."""
     from sklearn.metrics import roc_auc_score
 
-    wanted = targets.cpu().numpy()
-    if outputs.dim() == 1 or outputs.shape[1] == 1:
-        return float(roc_auc_score(wanted, outputs.reshape(-1).cpu().numpy()))
-    if outputs.shape[1] == 2 and targets.dim() == 1:
-        return float(roc_auc_score(wanted, (outputs[:, 1] - outputs[:, 0]).cpu().numpy()))
-    if targets.dim() > 1:
-        return float(roc_auc_score(wanted, outputs.cpu().numpy()))
-    probabilities = outputs.double().softmax(1).cpu().numpy()
-    return float(roc_auc_score(wanted, probabilities, multi_class="ovr"))
+    _check_classes(outputs, targets)
+    _check_curves(outputs, targets)
+    scores, wanted = outputs.double(), targets.numpy()
+    if outputs.numel() == targets.numel():
+        return float(roc_auc_score(wanted, scores.reshape(targets.shape).numpy()))
+    if outputs.shape[1] == 2:
+        return float(roc_auc_score(wanted, (scores[:, 1] - scores[:, 0]).numpy()))
+    return float(roc_auc_score(wanted, scores.softmax(1).numpy(), multi_class="ovr"))
 
 
 def mean_absolute_error(outputs: Tensor, targets: Tensor) -> float:
     """Return the mean of absolute differences."""
+    _check_numbers(outputs, targets)
     return float((outputs.reshape(targets.shape) - targets).abs().mean())
 
 
 def mean_squared_error(outputs: Tensor, targets: Tensor) -> float:
     """Return the mean of squared differences."""
+    _check_numbers(outputs, targets)
     return float((outputs.reshape(targets.shape) - targets).square().mean())
+
+
+def _check_classes(outputs: Tensor, targets: Tensor) -> None:
+    """Raise UserError unless targets are classes or labels that the outputs have."""
+    if targets.is_floating_point() and not ((targets == 0) | (targets == 1)).all():
+        raise UserError('metric: must be "mae", "mse" or a function, as targets are numbers')
+    if outputs.numel() == targets.numel():  # one logit each; -1 and 1 are labels, too
+        check_labels(targets.long().flatten().clamp(min=0), 2, _EVAL_DATA)
+        return
+    if targets.is_floating_point() or (*outputs.shape[:1], *outputs.shape[2:]) != targets.shape:
+        raise UserError(
+            f"{_EVAL_DATA}: targets must be one class (a whole number) for each record, or one "
+            f"label (0 or 1) for each output, got {_told(targets)} for outputs {_told(outputs)}"
+        )
+    check_labels(targets, outputs.shape[1], _EVAL_DATA)
+
+
+def _check_curves(outputs: Tensor, targets: Tensor) -> None:
+    """Raise UserError unless each ROC curve has positive and negative records."""
+    signs = outputs.numel() == targets.numel()
+    if targets.dim() > 1 + signs:
+        raise UserError('metric: must be "accuracy" or a function, as a record has several classes')
+    kinds = 2 if signs else outputs.shape[1]
+    if any(len(each.unique()) < kinds for each in targets.reshape(len(targets), -1).T):
+        raise UserError(
+            f"{_EVAL_DATA}: must have records of every class for the metric auc, lacks some; add "
+            'them, or use "accuracy"'
+        )
+    if not outputs.isfinite().all():
+        raise UserError(
+            "model: must have finite outputs for the metric auc, got NaN or Inf; lower the "
+            "learning rate"
+        )
+
+
+def _check_numbers(outputs: Tensor, targets: Tensor) -> None:
+    """Raise UserError unless there is one target for each output."""
+    if outputs.numel() == targets.numel():
+        return
+    if not targets.is_floating_point():
+        raise UserError(_OF_CLASSES)
+    raise UserError(
+        f"{_EVAL_DATA}: targets must be one number for each output, got {_told(targets)} for "
+        f"outputs {_told(outputs)}"
+    )
+
+
+def _told(tensor: Tensor) -> str:
+    """Return type and shape of a tensor, in words."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 _METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {
@@ -184,14 +236,21 @@ _METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {
 }
 
 
-def named_metric(metric: Metric) -> tuple[str, Callable[[Tensor, Tensor], Any]]:
-    """Return the name of a metric and its function. Raises UserError for an unknown name."""
+def named_metric(metric: Metric, kind: str) -> tuple[str, Callable[[Tensor, Tensor], Any]]:
+    """Return the name of a metric and its function.
+
+    kind: of the training's targets, as `Script.kind`; labels cannot be told from numbers later.
+
+    Raises UserError for an unknown name, and for errors of numbers if outputs are logits of labels.
+    """
     if isinstance(metric, str):
         if metric not in _METRICS:
             raise UserError(
                 f"metric: must be {', '.join(_METRICS)} or a function of outputs and targets, got "
                 f"{metric!r}"
             )
+        if kind == "labels" and metric in ("mae", "mse"):
+            raise UserError(_OF_CLASSES)
         return metric, _METRICS[metric]
     return getattr(metric, "__name__", type(metric).__name__).strip("<>"), metric
 
@@ -210,8 +269,7 @@ def evaluate_public(
         signature: how it is called with several fields (`ModelSpec.signature`), else empty.
         metric: of all outputs and targets.
     """
-    if not public.has_targets:
-        raise UserError("eval_data: must have targets, got only inputs: give (X, y)")
+    check_has_targets(public)
     device = next(model.parameters()).device
     outputs, targets = [], []
     with evaluation_mode(model), kept_buffers(model), torch.inference_mode():
@@ -219,6 +277,13 @@ def evaluate_public(
             rows = np.arange(start, min(start + _ROWS, len(public)))
             batch = public.batch(rows)
             there = map_fields(lambda each: each.to(device), batch)
-            outputs.append(outputs_of(model, there, signature))
+            with naming_inputs(_EVAL_DATA):
+                found = outputs_of(model, there, signature)
+            if not isinstance(found, Tensor):
+                raise UserError(
+                    "model: must return one tensor to be evaluated, got a "
+                    f"{type(found).__name__}: compute the metric yourself"
+                )
+            outputs.append(found)
             targets.append(public.targets(rows))
     return float(metric(torch.cat(outputs).cpu(), torch.cat(targets).cpu()))

@@ -16,7 +16,7 @@ from dpdist.config.training import LOSSES as NAMES
 from dpdist.core.errors import UserError
 from dpdist.core.fields import KNOWN_LAYERS, SCREENED
 from dpdist.gradients import objective
-from dpdist.gradients.clipping import FlatClipping
+from dpdist.gradients.clipping import AutomaticClipping, FlatClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.objective import LOSSES, objective_of
 
@@ -285,6 +285,19 @@ def test_class_weights_are_factors_of_a_records_loss():
     plain = functional.cross_entropy(outputs, _CLASSES, reduction="none")
     expected = torch.where(_CLASSES == 1, 0.0, _WEIGHT[_CLASSES] * plain)
     torch.testing.assert_close(loss(nn.Identity(), (outputs, _CLASSES)), expected)
+
+
+@pytest.mark.parametrize("vmap", [False, True])
+@pytest.mark.parametrize("clipping", [FlatClipping(CLIP), AutomaticClipping(1.0)])
+def test_a_record_of_the_ignored_class_adds_nothing(vmap, clipping):
+    criterion = nn.CrossEntropyLoss(weight=_WEIGHT, ignore_index=255, label_smoothing=0.1)
+    engine = GradientEngine(network(3), criterion, clipping=clipping, vmap=vmap)
+    kept = torch.arange(B) % 3 > 0
+    found = engine.clipped_sum(INPUTS, torch.where(kept, _CLASSES, 255)).flat
+    expected = engine.clipped_sum(INPUTS[kept], _CLASSES[kept]).flat
+    torch.testing.assert_close(found, expected)
+    alone = engine.clipped_sum(INPUTS[~kept], torch.full_like(_CLASSES, 255)[~kept])
+    assert not alone.flat.any()
 
 
 def test_a_criterion_takes_the_mean_over_a_records_own_tokens():

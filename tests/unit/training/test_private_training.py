@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from support.local_execution import command, run_without_ray
@@ -171,6 +172,25 @@ def test_a_factory_may_be_named_for_the_release(tmp_path, monkeypatch):
     release = dpdist.load(run.release_folder, trusted_factory="nets_later:net")
     torch.testing.assert_close(release.model(rows()[0]), model.eval()(rows()[0]))
     assert release.card["extra"]["model"] == "nets_later:net" and release.card["private"]
+
+
+def test_a_release_takes_the_frame_that_a_training_takes(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "nets_of_a_frame.py").write_text(MINE)
+    model = importlib.import_module("nets_of_a_frame").Mine()
+    inputs, labels = rows()
+    frame = pd.DataFrame(inputs.double().numpy(), columns=list("abcdef")).assign(a=1)
+    fresh = {"noise_multiplier": 1.0, "delta": 1e-3}
+    options = {"data": (frame, labels), "privacy": fresh, "factory": "nets_of_a_frame:net"}
+    run = training(tmp_path / "own", model, sgd(model), **options).run_all()
+    dpdist.write_release(run)
+    release = dpdist.load(run.release_folder, trusted_factory="nets_of_a_frame:net")
+    inputs[:, 0] = 1
+    torch.testing.assert_close(release.predict(frame), release.predict(inputs))
+    for given in (frame.drop(columns="f"), frame.assign(a="zzz"), {"a": [1.0]}, [["zzz"]]):
+        with pytest.raises(UserError, match=r"^inputs: ") as error:
+            release.predict(given)
+        assert "zzz" not in str(error.value)
 
 
 # --- what a loop may do, and what it may not
@@ -506,6 +526,23 @@ def test_a_class_without_an_output_is_refused_at_the_start(tmp_path, label):
     with pytest.raises(UserError, match="data: targets") as error:
         training(tmp_path / "own", data=(inputs, labels))
     assert str(label) not in str(error.value) and not (tmp_path / "own").exists()
+
+
+@pytest.mark.parametrize("ignored", [255, -100])
+@pytest.mark.parametrize("items", [False, True])
+def test_a_criterion_s_ignored_class_is_no_error(tmp_path, ignored, items):
+    inputs, labels = rows()
+    labels[::3] = ignored
+    given = {"loss": nn.CrossEntropyLoss(ignore_index=ignored)}
+
+    def data() -> Any:
+        return [*zip(inputs, labels, strict=True)] if items else (inputs, labels)
+
+    t = ended(training(tmp_path / "own", data=data(), **given))
+    assert all(bool(each.isfinite().all()) for each in t.model.parameters())
+    labels[1] = 7 if ignored > 0 else -1  # beside the largest or the least
+    with pytest.raises(UserError, match="data: targets"):
+        training(tmp_path / "other", data=data(), **given)
 
 
 class Scaled(nn.Module):

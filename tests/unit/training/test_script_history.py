@@ -72,6 +72,80 @@ def test_numbers_have_errors_and_no_accuracy(tmp_path):
     assert training.evaluate(public, metric="mse") == pytest.approx(float(error.square().mean()))
 
 
+THIRDS = torch.arange(300) % 3
+LABELED = LABELS.float()
+_OUTPUTS = {"cross-entropy": (3, THIRDS), "mse": (1, INPUTS[:, 0]), "bce": (1, LABELED)}
+
+
+@pytest.mark.parametrize(
+    ("loss", "metric", "given", "key"),
+    [
+        ("cross-entropy", "mae", THIRDS, "metric"),
+        ("cross-entropy", "mse", THIRDS.float(), "eval_data: targets"),
+        ("cross-entropy", "accuracy", THIRDS + 1, "eval_data: targets"),
+        ("cross-entropy", "auc", THIRDS.clamp(max=1), "eval_data"),
+        ("cross-entropy", "accuracy", LABELED, "eval_data: targets"),
+        ("mse", "auc", INPUTS[:, 0], "metric"),
+        ("bce", "mae", LABELED, "metric"),
+        ("bce", "accuracy", THIRDS, "eval_data: targets"),
+        ("bce", "auc", torch.ones(300), "eval_data"),
+    ],
+)
+def test_a_metric_fits_the_targets(tmp_path, loss, metric, given, key):
+    outputs, targets = _OUTPUTS[loss]
+    data = INPUTS[:200], targets[:200]
+    training = begin(tmp_path / "run", nn.Linear(4, outputs), data=data, loss=loss)
+    with pytest.raises(dpdist.UserError, match=f"^{key}"):
+        training.evaluate((INPUTS[200:], given[200:]), metric=metric)
+
+
+def test_inputs_that_the_model_cannot_take_are_named(tmp_path):
+    with pytest.raises(dpdist.UserError, match=r"^eval_data: ") as error:
+        _training(tmp_path / "run").evaluate((INPUTS[200:, :3], LABELS[200:]))
+    assert "mat1" not in str(error.value)
+
+
+class _Two(nn.Linear):
+    def forward(self, inputs: Any) -> Any:
+        return super().forward(inputs), inputs
+
+
+def _of_first(module: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(module(batch[0])[0], batch[1], reduction="none")
+
+
+def test_outputs_without_a_score_name_the_model(tmp_path):
+    training = _training(tmp_path / "run")
+    with torch.no_grad():
+        training.model[3].bias[0] = float("nan")
+    with pytest.raises(dpdist.UserError, match=r"^model: "):
+        training.evaluate(PUBLIC, metric="auc")
+    data = INPUTS[:200], LABELS[:200]
+    training = begin(tmp_path / "two", _Two(4, 2), data=data, loss=_of_first)
+    with pytest.raises(dpdist.UserError, match=r"^model: "):
+        training.evaluate(PUBLIC)
+
+
+def test_curves_of_classes_are_those_of_sklearn(tmp_path):
+    data = INPUTS[:200], THIRDS[:200]
+    training = begin(tmp_path / "run", nn.Linear(4, 3), data=data)
+    with torch.no_grad():
+        shares = training.model(INPUTS[200:]).double().softmax(1)
+    expected = roc_auc_score(THIRDS[200:].numpy(), shares.numpy(), multi_class="ovr")
+    found = training.evaluate((INPUTS[200:], THIRDS[200:]), metric="auc")
+    assert found == pytest.approx(expected)
+    training = begin(tmp_path / "bce", nn.Linear(4, 1), data=(INPUTS[:200], LABELED[:200]),
+                     loss="bce")  # fmt: skip
+    with torch.no_grad():
+        outputs = training.model(INPUTS[200:])[:, 0]
+    expected = roc_auc_score(LABELS[200:].numpy(), outputs.numpy())
+    for targets in (LABELED, LABELS, 2 * LABELS - 1):
+        found = training.evaluate((INPUTS[200:], targets[200:]), metric="auc")
+        assert found == pytest.approx(expected)
+    signs = float(((outputs > 0) == (LABELS[200:] == 1)).double().mean())
+    assert training.evaluate((INPUTS[200:], 2 * LABELS[200:] - 1)) == pytest.approx(signs)
+
+
 def test_a_forgotten_mode_says_how_to_set_it(tmp_path):
     training = _training(tmp_path / "run")
     training.model.eval()

@@ -103,6 +103,23 @@ def test_a_score_calls_it_as_its_loss_does(nets):
     assert t.step().score is not None
 
 
+def test_public_records_are_evaluated_and_not_stored(nets):
+    kept, rest = slice(0, COUNT // 2), slice(COUNT // 2, None)
+    some, others = (
+        {**{name: each[part] for name, each in FIELDS.items()}, "price": PRICES[part]}
+        for part in (kept, rest)
+    )
+    items = [{name: each[n] for name, each in others.items()} for n in range(COUNT // 2)]
+    given = {"data": dpdist.as_records(some, target="price"), "loss": _by_name, **SETTINGS}
+    t = begin("run", nets.Net(), **given)
+    with pytest.raises(dpdist.UserError, match=r"^eval_data: .*as_records\(data, target="):
+        t.evaluate(items)
+    public = dpdist.as_records(items, target="price")
+    assert t.evaluate(public) == t.evaluate(dpdist.as_records(others, target="price"))
+    with pytest.raises(dpdist.UserError, match=r"^eval_data: .*training\.evaluate"):
+        begin("other", nets.Net(), eval_data=public, **given)
+
+
 def test_what_it_cannot_answer_names_predict(nets):
     data, loss, _ = CASES["net"]
     run = _train(nets.Net(), data, loss, factory="several_nets:net")
@@ -114,3 +131,5 @@ def test_what_it_cannot_answer_names_predict(nets):
         release.predict({"numbers": NUMBERS})
     with pytest.raises(dpdist.UserError, match=r"inputs\.numbers"):
         release.predict({"numbers": NUMBERS[:, :3], "categories": CATEGORIES})
+    with pytest.raises(dpdist.UserError, match=r"^inputs: "):
+        release.predict({"numbers": NUMBERS, "categories": CATEGORIES + 9})
