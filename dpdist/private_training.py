@@ -543,7 +543,7 @@ class PrivateTraining:
             (True, ['step', 'learning_rate', 'noisy_norm', 'eval_accuracy'])
         """
         self._look_after()
-        name, function = named_metric(metric, self._script.kind)
+        name, function = named_metric(metric, self._script.kind, self._script.threshold)
         public = as_records(eval_data, name="eval_data")
         known = public.keyed_fingerprint(bytes(32))
         if known != self._compared:

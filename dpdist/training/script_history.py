@@ -236,10 +236,13 @@ _METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {
 }
 
 
-def named_metric(metric: Metric, kind: str) -> tuple[str, Callable[[Tensor, Tensor], Any]]:
+def named_metric(
+    metric: Metric, kind: str, threshold: float
+) -> tuple[str, Callable[[Tensor, Tensor], Any]]:
     """Return the name of a metric and its function.
 
-    kind: of the training's targets, as `Script.kind`; labels cannot be told from numbers later.
+    kind, threshold: of the training's targets and outputs, as of `Script`; labels cannot be told
+    from numbers later, nor probabilities from logits.
 
     Raises UserError for an unknown name, and for errors of numbers if outputs are logits of labels.
     """
@@ -251,6 +254,8 @@ def named_metric(metric: Metric, kind: str) -> tuple[str, Callable[[Tensor, Tens
             )
         if kind == "labels" and metric in ("mae", "mse"):
             raise UserError(_OF_CLASSES)
+        if metric == "accuracy" and threshold:
+            return metric, lambda outputs, targets: accuracy(outputs - threshold, targets)
         return metric, _METRICS[metric]
     return getattr(metric, "__name__", type(metric).__name__).strip("<>"), metric
 

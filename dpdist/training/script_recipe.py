@@ -208,6 +208,12 @@ class Script:
             return "labels"
         return "number" if self.records.examples(2)[1].is_floating_point() else "class"
 
+    @property
+    def threshold(self) -> float:
+        """Return the output above which a label is 1: 0 for logits."""
+        near_labels = (nn.BCELoss, nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
+        return 0.5 if isinstance(self.loss, near_labels) or self.loss in ("mse", "huber") else 0.0
+
     def recipe(
         self,
         workers: Workers,

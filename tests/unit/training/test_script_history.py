@@ -99,6 +99,20 @@ def test_a_metric_fits_the_targets(tmp_path, loss, metric, given, key):
         training.evaluate((INPUTS[200:], given[200:]), metric=metric)
 
 
+@pytest.mark.parametrize("loss", [nn.BCELoss(), nn.MSELoss(), nn.BCEWithLogitsLoss()])
+def test_accuracy_is_that_of_probabilities_or_of_logits(tmp_path, loss):
+    """Probabilities are all positive: their sign would say 1 of each record."""
+    inputs = torch.randn(200, 3)
+    labels = (inputs[:, 0] > 0.5).float()
+    last = nn.Identity() if isinstance(loss, nn.BCEWithLogitsLoss) else nn.Sigmoid()
+    model = nn.Sequential(nn.Linear(3, 1), last, nn.Flatten(0))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[9.0, 0.0, 0.0]]))
+        model[0].bias.fill_(-4.5)
+    training = begin(tmp_path / "run", model, data=(inputs[:100], labels[:100]), loss=loss)
+    assert training.evaluate((inputs[100:], labels[100:])) == 1.0
+
+
 def test_inputs_that_the_model_cannot_take_are_named(tmp_path):
     with pytest.raises(dpdist.UserError, match=r"^eval_data: ") as error:
         _training(tmp_path / "run").evaluate((INPUTS[200:, :3], LABELS[200:]))
