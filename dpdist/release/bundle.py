@@ -310,10 +310,10 @@ class Release:
         """Return the model's outputs for records, a tensor, without noise or a certificate.
 
         Args:
-            inputs: one array (B, *spec.input_shape), or a DataFrame of numbers with its columns in
-                the order of training, scaled as in training; or raw rows of a table, which the
-                release preprocesses as in training: a DataFrame, an Arrow table, a dict of columns
-                or the path of a file. If the model reads several fields: arrays (B, ...) by name.
+            inputs: one array (B, *spec.input_shape), or a DataFrame of numbers whose columns are in
+                the order of training; both scaled as in training. Or raw rows of a table, which the
+                release preprocesses: a DataFrame, an Arrow table, a dict of columns or the path of
+                a file. If the model reads several fields: arrays (B, ...) by name.
 
         Returns:
             A tensor (B, ...) with the outputs of `model`: for classes logits (B, classes), of which

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +142,15 @@ _EVAL_DATA = "eval_data"  # in error messages
 _OF_CLASSES = 'metric: must be "accuracy", "auc" or a function, as targets are classes'
 
 
-def accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Return the fraction of correct classes, or of correct signs of logits."""
+def accuracy(outputs: Tensor, targets: Tensor, threshold: float = 0.0) -> float:
+    """Return the fraction of correct classes, or of correct signs of logits.
+
+    threshold: of outputs for labels 0 and 1; that of labels -1 and 1 is 0.
+    """
     _check_classes(outputs, targets)
     if outputs.numel() == targets.numel():
-        answers = (outputs.reshape(targets.shape) > 0) == (targets > 0.5)
+        middle = 0.0 if (targets < 0).any() else threshold
+        answers = (outputs.reshape(targets.shape) > middle) == (targets > 0.5)
     else:
         answers = outputs.argmax(1) == targets
     return float(answers.double().mean())
@@ -188,7 +192,8 @@ def _check_classes(outputs: Tensor, targets: Tensor) -> None:
     if targets.is_floating_point() or (*outputs.shape[:1], *outputs.shape[2:]) != targets.shape:
         raise UserError(
             f"{_EVAL_DATA}: targets must be one class (a whole number) for each record, or one "
-            f"label (0 or 1) for each output, got {_told(targets)} for outputs {_told(outputs)}"
+            f"label (0 or 1) for each output, got {_type_and_shape(targets)} for outputs "
+            f"{_type_and_shape(outputs)}"
         )
     check_labels(targets, outputs.shape[1], _EVAL_DATA)
 
@@ -218,13 +223,13 @@ def _check_numbers(outputs: Tensor, targets: Tensor) -> None:
     if not targets.is_floating_point():
         raise UserError(_OF_CLASSES)
     raise UserError(
-        f"{_EVAL_DATA}: targets must be one number for each output, got {_told(targets)} for "
-        f"outputs {_told(outputs)}"
+        f"{_EVAL_DATA}: targets must be one number for each output, got "
+        f"{_type_and_shape(targets)} for outputs {_type_and_shape(outputs)}"
     )
 
 
-def _told(tensor: Tensor) -> str:
-    """Return type and shape of a tensor, in words."""
+def _type_and_shape(tensor: Tensor) -> str:
+    """Return the type and the shape of a tensor, for messages."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
@@ -254,9 +259,8 @@ def named_metric(
             )
         if kind == "labels" and metric in ("mae", "mse"):
             raise UserError(_OF_CLASSES)
-        if metric == "accuracy" and threshold:
-            return metric, lambda outputs, targets: accuracy(outputs - threshold, targets)
-        return metric, _METRICS[metric]
+        function = _METRICS[metric]
+        return metric, partial(accuracy, threshold=threshold) if function is accuracy else function
     return getattr(metric, "__name__", type(metric).__name__).strip("<>"), metric
 
 

@@ -99,17 +99,25 @@ def test_a_metric_fits_the_targets(tmp_path, loss, metric, given, key):
         training.evaluate((INPUTS[200:], given[200:]), metric=metric)
 
 
-@pytest.mark.parametrize("loss", [nn.BCELoss(), nn.MSELoss(), nn.BCEWithLogitsLoss()])
-def test_accuracy_is_that_of_probabilities_or_of_logits(tmp_path, loss):
+@pytest.mark.parametrize(
+    ("loss", "last", "low"),
+    [
+        (nn.BCELoss(), nn.Sigmoid(), 0),
+        (nn.MSELoss(), nn.Sigmoid(), 0),
+        (nn.MSELoss(), nn.Tanh(), -1),
+        (nn.BCEWithLogitsLoss(), nn.Identity(), 0),
+    ],
+)
+def test_accuracy_is_that_of_probabilities_or_of_logits(tmp_path, loss, last, low):
     """Probabilities are all positive: their sign would say 1 of each record."""
     inputs = torch.randn(200, 3)
-    labels = (inputs[:, 0] > 0.5).float()
-    last = nn.Identity() if isinstance(loss, nn.BCEWithLogitsLoss) else nn.Sigmoid()
+    labels = torch.where(inputs[:, 0] > 0.5, 1, low)
     model = nn.Sequential(nn.Linear(3, 1), last, nn.Flatten(0))
     with torch.no_grad():
-        model[0].weight.copy_(torch.tensor([[9.0, 0.0, 0.0]]))
-        model[0].bias.fill_(-4.5)
-    training = begin(tmp_path / "run", model, data=(inputs[:100], labels[:100]), loss=loss)
+        model[0].weight.copy_(torch.tensor([[1.0, 0.0, 0.0]]))
+        model[0].bias.fill_(-0.5)
+    data = inputs[:100], labels[:100].float()
+    training = begin(tmp_path / "run", model, data=data, loss=loss)
     assert training.evaluate((inputs[100:], labels[100:])) == 1.0
 
 
